@@ -32,7 +32,7 @@ _NEITHER = (
     "that the pass linear_cross_entropy may make some rows of at a time (not with exact=True); this one returns "
     "neither. Leave it out, or compute the loss in forward."
 )
-_IN_ROWS = ", and cross-entropy makes some rows of it at a time"
+_IN_ROWS = ", and what its loss computes row by row makes some rows of it at a time"
 _FEW = "returns='lazy' has no effect: what its loss is made of is too small to be made some rows at a time."
 _NOTHING_LAZY = (
     "returns='lazy' has no effect: nothing that is returned beside the loss is made of weights and one smaller value."

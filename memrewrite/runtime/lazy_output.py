@@ -1,12 +1,14 @@
 """An output that is made when it is first used: logits beside a loss, which few loops look at.
 
 Until then it is its shape, type and device, and what it is made of: a value that the program has anyway, and weights.
-Whatever asks for its numbers gets an ordinary tensor, with the gradient that the model's own output has. Cross-entropy
-of logits does not ask for them: it makes some rows at a time, of views and casts of the output, too.
+Whatever asks for its numbers gets an ordinary tensor, with the gradient that the model's own output has. What is made
+of each row by itself does not ask for them: that is written down, and makes some rows at a time once it comes to a
+number a row, such as a loss.
 
 This file needs torch only, because its text is also pasted into generated models.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,16 +17,27 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
-from torch.utils.weak import TensorWeakRef
 
 from memrewrite.runtime.cross_entropy import in_autocast
-from memrewrite.runtime.output_rows import LOGARITHMS, MOVES, SCALED, OutputRows
+from memrewrite.runtime.lazy_tensor import KNOWN, Change, LazyOutput
+from memrewrite.runtime.output_rows import SCALED, SCALED_IN_PLACE, OutputRows
 from memrewrite.runtime.output_source import OutputSource
+from memrewrite.runtime.row_expressions import (
+    BEST,
+    EACH,
+    LOGARITHMS,
+    LOSSES,
+    MOVES,
+    OF_NUMBERS,
+    VIEWS,
+    Expression,
+    Rows,
+    expressed,
+)
 from memrewrite.runtime.segment import OWN, autocast_dtype
 
 Types = tuple[tuple[torch.dtype | None, torch.dtype, torch.dtype], ...]
 InRows = tuple[tuple[tuple[Any, ...], ...], int, bool]
-Change = Callable[[Tensor], Tensor]
 
 
 def lazy_output(
@@ -53,102 +66,18 @@ def lazy_output(
     shape = torch.Size(size if size >= 0 else value.shape[-1 - size] for size in sizes)
     promise = getattr(type(module), OWN).promise
     source = OutputSource(make, of, ("what it is made of", *names), shape, found[0], autocast, promise)
-    result: LazyOutput = _Origin.apply(source, *of)  # type: ignore[no-untyped-call]
+    result = LazyOutput.of_source(source, of)
     if in_rows is not None:
         layout = torch.empty(shape, dtype=source.dtype, device="meta")
         result._rows = OutputRows(value, of[1], of[2] if len(of) > 2 else None, *in_rows, layout)
     return result
 
 
-class LazyOutput(Tensor):
-    """An output that is not there yet, and has no storage until then."""
-
-    _source: OutputSource
-    _tensor: Tensor | None
-    _rows: OutputRows | None
-    _view: "tuple[LazyOutput, Change] | None"
-    _leaf: bool
-
-    @staticmethod
-    def __new__(cls, source: OutputSource, layout: Tensor | None = None, view: Any = None) -> "LazyOutput":
-        """One that is made by ``source``, or a ``view`` of such a one, in a ``layout``: that and what changes it."""
-        like = source if layout is None else layout
-        kind = {"dtype": like.dtype, "device": source.held[0].device}
-        self: LazyOutput = Tensor._make_wrapper_subclass(cls, like.shape, **kind)  # type: ignore
-        self._source, self._tensor, self._rows, self._view, self._leaf = source, None, None, view, False
-        if view is None:
-            source.output = source.output or TensorWeakRef(self)
-        return self
-
-    @property
-    def lazily_held(self) -> list[Tensor]:
-        """The tensors that stay because of it."""
-        return self._source.held
-
-    def made(self) -> Tensor:
-        """The ordinary tensor in its place."""
-        if self._tensor is None:
-            first = None if self._source.output is None else self._source.output()
-            self._source.get()
-            with torch._C.DisableTorchFunctionSubclass(), torch.inference_mode(False), torch.enable_grad():
-                if self._view is not None:
-                    whole = self._view[0].made()
-                    with torch.set_grad_enabled(not self._leaf):
-                        self._tensor = self._view[1](whole)
-                elif first is not None and first is not self:  # of which this is the same without a gradient
-                    self._tensor = first.made().detach()
-                else:
-                    self._tensor = _Use.apply(self) if self.requires_grad else self._source.get()  # type: ignore
-        return self._tensor
-
-    def apart(self) -> Tensor:
-        """Its numbers, without which it goes on as before."""
-        return self.of(self._source.apart())
-
-    def of(self, output: Tensor) -> Tensor:
-        """What it is of what its source makes."""
-        return output if self._view is None else self._view[1](self._view[0].of(output))
-
-    @property
-    def rows(self) -> OutputRows | None:
-        """What its rows are made of, as long as it is not there; without a gradient, if it is a leaf of its own."""
-        if self._rows is None or self._tensor is not None or self._source.made is not None:
-            return None
-        if self._leaf:
-            return None if torch.is_grad_enabled() else self._rows.detached()
-        return self._rows if self.requires_grad else self._rows.detached()
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        known = None if torch.compiler.is_compiling() else _KNOWN.get(func)
-        if known is not None and (found := known(func, *args, **(kwargs or {}))) is not None:
-            return found
-        if func in _OF_NO_NUMBERS:
-            with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **(kwargs or {}))
-        if torch.compiler.is_compiling():  # traced, what follows would have no gradient
-            return torch.compiler.disable(_with_numbers)(func, args, kwargs or {})
-        return _with_numbers(func, args, kwargs or {})
-
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore
-        first = args[0] if args else None
-        if isinstance(first, LazyOutput) and first._view is None and first._source.made is None:
-            source = first._source
-            if func in (torch.ops.aten.detach.default, torch.ops.aten.alias.default):
-                return LazyOutput(source)
-            if func is torch.ops.aten._to_copy.default and [*(kwargs or {})] == ["dtype"]:
-                dtype = kwargs["dtype"]
-                return LazyOutput(source.then(lambda output: output.to(dtype), source.shape, dtype))
-        args, kwargs = tree_map(_numbers, (args, kwargs or {}))
-        return func(*args, **kwargs)
-
-
 def _in_rows(func: Any, output: Any, *rest: Any, **kwargs: Any) -> LazyOutput | None:
     """What ``func`` makes of an output, not there yet either; None where its rows are no rows of the output."""
     rows = _rows_now(output) if func in LOGARITHMS else output.rows if isinstance(output, LazyOutput) else None
     plain = all(value is None or isinstance(value, _PLAIN_ARGUMENTS) for value in tree_leaves((rest, kwargs)))
-    if rows is None or not plain or (func is Tensor.to and [*map(type, rest)] != [torch.dtype]):
+    if rows is None or not plain or (func in (Tensor.to, Tensor.type) and [*map(type, rest)] != [torch.dtype]):
         return None
 
     autocast = output._source.autocast  # which it may be made outside of
@@ -159,27 +88,104 @@ def _in_rows(func: Any, output: Any, *rest: Any, **kwargs: Any) -> LazyOutput | 
         return changed
 
     with _disable_current_modes():
-        layout = change(rows.layout)
-    if layout is rows.layout:
+        layout = rows.layout if func in LOGARITHMS else change(rows.layout)
+    if layout is rows.layout and func not in LOGARITHMS:
         return output
     if (after := rows.after(func, change, layout, (rest, kwargs))) is None:
         return None
-    numbers = func in LOGARITHMS
-    of = _copy(output, rows) if numbers else output
-    result: LazyOutput = _Then.apply(of, change, after.layout, numbers)  # type: ignore[no-untyped-call]
-    if output.requires_grad and not numbers and result._view is not None and not torch.is_grad_enabled():
-        result.requires_grad_()  # as PyTorch's views are then
+    if func in LOGARITHMS or (isinstance(rows, Expression) and not layout._is_view()):
+        return _of_rows(after, [output])
+    result = output.then(change, after.layout)
+    if output.requires_grad and result._view is not None and not torch.is_grad_enabled():
+        with torch._C.DisableTorchFunctionSubclass():
+            result.requires_grad_()  # as PyTorch's views are then
         result._leaf = True
     result._rows = after
     return result
 
 
-def _copy(output: LazyOutput, rows: OutputRows) -> LazyOutput:
-    """The same, which nobody writes; few of its rows are made alone."""
-    result: LazyOutput = _Then.apply(output, _itself, torch.empty_like(rows.layout))  # type: ignore[no-untyped-call]
-    if result.numel() * _FEW <= output._source.shape.numel():
-        result._source.make = lambda *_: rows.detached().made()
-    return result
+def _of_rows(rows: Rows, outputs: Sequence[LazyOutput]) -> LazyOutput:
+    """What such rows of outputs are, which nobody has written yet."""
+    source = OutputSource.of_rows(rows, [output._source for output in outputs])
+    result = LazyOutput.of_source(source, rows.tensors)
+    result._rows = rows
+    found: LazyOutput = _noted(outputs, result)
+    return found
+
+
+def _scaled_in_place(func: Any, output: Any, number: Any = None, *more: Any, **options: Any) -> LazyOutput | None:
+    """An output, or a view of one, of another scale from now on, not there yet either; None of other changes.
+
+    Whatever else is a view of the same is made whole, if it is used.
+    """
+    rows = output.rows if isinstance(output, LazyOutput) else None
+    if not isinstance(rows, OutputRows) or more or options or type(number) not in (int, float):
+        return None
+    views = [output]
+    while views[-1]._view is not None:
+        views.append(views[-1]._view[0])
+    source = output._source
+    first = None if source.output is None else source.output()
+    if views[-1] is not first or (first.requires_grad and not torch.is_grad_enabled()):
+        return None
+
+    changes = [each._view[1] for each in reversed(views) if each._view is not None]
+    for count, each in enumerate(reversed(views)):
+        each.written(_scale(func, number, changes[count:]))
+    source.write(_scale(func, number, changes))
+    output._rows, output._seen = rows.stepped(SCALED_IN_PLACE[func], number), source.writes
+    return output
+
+
+def _scale(func: Any, number: float, changes: Sequence[Change]) -> Callable[[Tensor], Any]:
+    """What scales such a view of a tensor."""
+    return lambda whole: func(functools.reduce(lambda tensor, change: change(tensor), changes, whole), number)
+
+
+def _expression(func: Any, *args: Any, **kwargs: Any) -> Tensor | None:
+    """What ``func`` makes of outputs and of tensors beside them, not there yet either; None where it is no rows."""
+    given = tree_map(lambda each: each.made() if _is_there(each) else each, (args, kwargs))
+    outputs = [each for each in tree_leaves(given) if isinstance(each, LazyOutput)]
+    rows = {id(each): _rows_now(each) for each in outputs}
+    autocast = {output._source.autocast for output in outputs}
+    if len(autocast) != 1 or None in rows.values():
+        return None
+    args, kwargs = tree_map(lambda each: rows.get(id(each), each), given)
+    for output in outputs if func in LOSSES else ():
+        output._source.refuse_changed()
+    with in_autocast(outputs[0], *autocast):
+        found = expressed(func, args, kwargs)
+        if isinstance(found, Tensor):
+            return _noted(outputs, found)
+    return None if found is None else _of_rows(found, outputs)
+
+
+def _picked(_: Any, output: Any, index: Any) -> Tensor | None:
+    """The rows that tensors choose, not there yet either, or one number of each; None of other choices."""
+    rows = output.rows if isinstance(output, LazyOutput) else None
+    places = [*index] if isinstance(index, tuple) else [index]
+    while len(places) > 1 and (places[-1] is Ellipsis or places[-1] == slice(None)):
+        places.pop()
+    if rows is None or any(type(each) is not Tensor for each in places):
+        return None
+    if len(places) < output.dim():
+        found = rows.picked((*places,))
+        return None if found is None else _of_rows(found, [output])
+    *places, words = places
+    chosen: Any = _picked(_, output, (*places,)) if places else None
+    if chosen is None or words.dtype != torch.int64 or words.shape != chosen.shape[:-1]:
+        return None
+    words = words.where(words >= 0, words + output.shape[-1])
+    numbers: Tensor = chosen.gather(-1, words.unsqueeze(-1)).squeeze(-1)
+    return numbers
+
+
+def _broadcast(_: Any, *tensors: Any) -> Any:
+    """Tensors of the size of the outputs among them; None where these would be of another."""
+    sizes = {each.shape for each in tensors if isinstance(each, LazyOutput)}
+    if len(sizes) != 1 or torch.broadcast_shapes(*(each.shape for each in tensors)) not in sizes:
+        return None
+    return tuple(each if isinstance(each, LazyOutput) else each.expand(*sizes) for each in tensors)
 
 
 def _detached(func: Any, output: LazyOutput) -> LazyOutput | None:
@@ -196,13 +202,15 @@ def _detached(func: Any, output: LazyOutput) -> LazyOutput | None:
 def _loss(func: Any, output: Any, target: Any, size_average: Any, reduce: Any, **options: Any) -> Tensor | None:
     """Cross-entropy of an output that is not there, some rows at a time; None where it has to be there."""
     rows = _rows_now(output)
-    if rows is not None and func is functional.nll_loss:
-        rows = rows.before_logarithms()
-    if rows is None or size_average is not None or reduce is not None or not rows.fit(target, options["reduction"]):
+    if rows is None or size_average is not None or reduce is not None:
         return None
     output._source.refuse_changed()
+    target = target.made() if isinstance(target, LazyOutput) else target
+    logits = rows.before_logarithms() if func is functional.nll_loss else rows
     with in_autocast(output, output._source.autocast):
-        return _noted(output, rows.loss(target, **options))
+        if isinstance(logits, OutputRows) and logits.fit(target, options["reduction"]):
+            return _noted([output], logits.loss(target, **options))
+        return _noted([output], rows.loss_of_each(func, target, **options))
 
 
 def _of_each_row(func: Any, output: Any, *given: Any, **options: Any) -> Tensor | None:
@@ -210,36 +218,44 @@ def _of_each_row(func: Any, output: Any, *given: Any, **options: Any) -> Tensor 
     if (rows := _rows_now(output)) is None:
         return None
     output._source.refuse_changed()
-    made = rows.gather if func in _GATHER else rows.each
+    made = rows.gather if func in _GATHER else rows.best if func in BEST else rows.each
     with in_autocast(output, output._source.autocast):
-        return _noted(output, made(func, *given, **options))
+        return _noted([output], made(func, *given, **options))
 
 
-def _parts(func: Any, output: Any, *given: Any, dim: int = 0) -> tuple[Tensor, ...] | None:
+def _parts(func: Any, output: Any, *given: Any, dim: int = 0, chunks: Any = ()) -> tuple[Tensor, ...] | None:
     """Its parts, not there yet either; None where their rows are no rows of the output."""
     rows = output.rows if isinstance(output, LazyOutput) else None
-    size, *others = given if func in _SPLIT else (1, *given)
+    given = given if chunks == () else (chunks, *given)
+    size, *others = given if func in _SPLIT or func in _CHUNK else (1, *given)
     if rows is None or dim or any(others) or type(size) is not int or size < 1:
         return None
-    if func in _SPLIT:
+    if func in _CHUNK:
+        size = -(-max(len(output), 1) // size)
+    if func in _SPLIT or func in _CHUNK:
         return tuple(output[i : i + size] for i in range(0, max(len(output), 1), size))
     return tuple(output[i] for i in range(len(output))) if output.dim() > 2 else None
 
 
-def _noted(output: LazyOutput, found: Tensor | None) -> Tensor | None:
-    """What was made of rows of the output, through which no gradient comes to that."""
-    if found is not None and found.requires_grad:
-        output._source.lost.append(tuple(output.shape))
+def _noted(outputs: Sequence[LazyOutput], found: Any) -> Any:
+    """What was made of rows of outputs, through which no gradient comes to these."""
+    if any(isinstance(made, Tensor) and made.requires_grad for made in tree_leaves(found)):
+        for output in outputs:
+            output._source.lose()
     return found
+
+
+def _is_there(value: Any) -> bool:
+    return isinstance(value, LazyOutput) and value.is_there
 
 
 def _rows_now(output: Any) -> OutputRows | None:
     """The rows of an output that is not there, under the autocast that it is of; outside of it, as accelerate leaves it
-    with the model, those that were cast to a type that it leaves alone."""
+    with the model, those that were cast, or compared: they are of a type that it leaves alone."""
     if not isinstance(output, LazyOutput):
         return None
     autocast = autocast_dtype(output.device.type)
-    left = autocast is None and output.dtype in (torch.float32, torch.float64)
+    left = autocast is None and output.dtype not in (torch.float16, torch.bfloat16)
     return output.rows if left or autocast == output._source.autocast else None
 
 
@@ -249,22 +265,10 @@ def _refuse_lost(func: Any, *given: Any, **options: Any) -> None:
         if isinstance(output, LazyOutput) and output._source.lost:
             name = output._source.promise.name
             raise RuntimeError(
-                f"The gradient of an output of {name} was asked for after its loss, which was made some rows at a "
-                "time: ask for it before (retain_grad, register_hook), or optimize with returns='all'."
+                f"The gradient of an output of {name} was asked for after its loss, or what leads to that, which is "
+                "made some rows at a time: ask for it before (retain_grad, register_hook), or optimize with "
+                "returns='all'."
             )
-
-
-def _with_numbers(func: Any, args: Any, kwargs: Any) -> Any:
-    args, kwargs = tree_map(_ordinary, (args, kwargs))
-    return func(*args, **kwargs)
-
-
-def _numbers(value: Any) -> Any:
-    return value.of(value._source.get()) if isinstance(value, LazyOutput) else value
-
-
-def _ordinary(value: Any) -> Any:
-    return value.made() if isinstance(value, LazyOutput) else value
 
 
 def made_when_used(kind: type) -> bool:
@@ -272,90 +276,20 @@ def made_when_used(kind: type) -> bool:
     return kind.__name__ == "LazyOutput" and hasattr(kind, "lazily_held")
 
 
-class _Origin(torch.autograd.Function):
-    """Gives an output that is not there yet, through which gradients go as if it had been made."""
-
-    @staticmethod
-    def forward(ctx: Any, source: OutputSource, *of: Tensor) -> Tensor:
-        ctx.save_for_backward(*of)
-        ctx.make, ctx.autocast = source.make, source.autocast
-        return LazyOutput(source)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        of, wanted = ctx.saved_tensors, ctx.needs_input_grad[1:]
-        again = torch.is_grad_enabled()  # to be differentiated again
-        given = of if again else [tensor.detach().requires_grad_(need) for tensor, need in zip(of, wanted, strict=True)]
-        with torch.enable_grad(), in_autocast(of[0], ctx.autocast):
-            result = ctx.make(*given)
-        asked = [tensor for tensor, need in zip(given, wanted, strict=True) if need]
-        found = iter(torch.autograd.grad(result, asked, grad, create_graph=again))
-        return None, *(next(found) if need else None for need in wanted)
-
-
-def _itself(tensor: Tensor) -> Tensor:
-    return tensor
-
-
-class _Then(torch.autograd.Function):
-    """What a change makes of an output: a view of it where the layout is one, a copy otherwise, which is made of the
-    output's ``numbers`` where its gradient takes these."""
-
-    @staticmethod
-    def forward(ctx: Any, output: LazyOutput, change: Change, layout: Tensor, numbers: bool = False) -> Tensor:
-        ctx.change, ctx.of, ctx.output = change, (output.shape, output.dtype), output if numbers else None
-        if numbers or layout._is_view():
-            return LazyOutput(output._source, layout, (output, change))
-        return LazyOutput(output._source.then(lambda whole: change(output.of(whole)), layout.shape, layout.dtype))
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        shape, dtype = ctx.of
-        with torch.enable_grad():
-            if ctx.output is None:
-                leaf = torch.empty(shape, dtype=dtype, device=grad.device, requires_grad=True)
-            else:
-                leaf = ctx.output.of(ctx.output._source.get()).detach().requires_grad_()
-            changed = ctx.change(leaf)
-        (found,) = torch.autograd.grad(changed, leaf, grad, create_graph=torch.is_grad_enabled())
-        return found, None, None, None
-
-
-class _Use(torch.autograd.Function):
-    """The ordinary tensor."""
-
-    @staticmethod
-    def forward(ctx: Any, output: LazyOutput) -> Tensor:
-        made = output._source.get()
-        used: Tensor = made.new_empty(0).set_(made)  # type: ignore  # fakes would keep a storage that is given
-        output._source.made = used.detach()  # it counts the same writes
-        return used  # no view, which nobody could write
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return grad
-
-
-# What tensors are asked for that takes no numbers, and casts, which come with the numbers.
-_ASKED = ("shape", "dtype", "device", "layout", "ndim", "requires_grad", "is_leaf", "grad_fn", "is_cuda", "is_sparse")
-_CALLED = ("size", "dim", "numel", "nelement", "is_floating_point", "is_complex", "__len__", "detach", "to", "float")
-_OF_NO_NUMBERS = {
-    *(getattr(Tensor, name).__get__ for name in _ASKED),
-    *(getattr(Tensor, name) for name in (*_CALLED, "double", "half", "bfloat16")),
-}
 _PLAIN_ARGUMENTS = (int, float, slice, type(...), torch.dtype, torch.Size)
-_OF_ROWS = (
-    *(*MOVES, Tensor.view, Tensor.reshape, Tensor.flatten, torch.reshape, torch.flatten, Tensor.contiguous),
-    *(Tensor.__getitem__, Tensor.to, Tensor.float, Tensor.half, Tensor.bfloat16, *SCALED, *LOGARITHMS),
-)
+_OF_ROWS = (*MOVES, *VIEWS, *SCALED, *LOGARITHMS, Tensor.to, Tensor.type, Tensor.float, Tensor.half, Tensor.bfloat16)
 _GATHER = (Tensor.gather, torch.gather)
-_SPLIT = (Tensor.split, torch.split)
-_FEW = 4  # times as many rows the output has at least
-_KNOWN: dict[Any, Callable[..., Any]] = {
-    **dict.fromkeys((functional.cross_entropy, functional.nll_loss), _loss),
-    Tensor.detach: _detached,
-    **dict.fromkeys((Tensor.argmax, torch.argmax, Tensor.logsumexp, torch.logsumexp, *_GATHER), _of_each_row),
-    **dict.fromkeys((Tensor.unbind, torch.unbind, *_SPLIT), _parts),
-    **dict.fromkeys(_OF_ROWS, _in_rows),
-    **dict.fromkeys((torch.autograd.grad, Tensor.retain_grad, Tensor.register_hook), _refuse_lost),
-}
+_SPLIT, _CHUNK = (Tensor.split, torch.split), (Tensor.chunk, torch.chunk)
+for _how, _funcs in (
+    (_loss, (functional.cross_entropy, functional.nll_loss)),
+    (_detached, (Tensor.detach,)),
+    (_of_each_row, (*EACH, *BEST, *_GATHER)),
+    (_parts, (Tensor.unbind, torch.unbind, *_SPLIT, *_CHUNK)),
+    (_in_rows, _OF_ROWS),
+    (_scaled_in_place, SCALED_IN_PLACE),
+    (_picked, (Tensor.__getitem__,)),
+    (_broadcast, (torch.broadcast_tensors,)),
+    (_expression, OF_NUMBERS),
+    (_refuse_lost, (torch.autograd.grad, Tensor.retain_grad, Tensor.register_hook)),
+):
+    KNOWN |= {func: (*KNOWN.get(func, ()), _how) for func in _funcs}

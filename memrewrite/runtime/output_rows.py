@@ -3,6 +3,7 @@
 This file needs torch only, because its text is also pasted into generated models.
 """
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -13,21 +14,23 @@ from torch.nn import functional
 
 from memrewrite.runtime.cross_entropy import rows_of, stepped
 from memrewrite.runtime.linear_cross_entropy import cast_once, linear_cross_entropy, widened
+from memrewrite.runtime.row_expressions import LOGARITHMS, MOVES, TAKES, Leaves, Replacing, Rows, reshaped
 from memrewrite.runtime.segment import autocast_dtype
-from memrewrite.runtime.tiles import in_tiles
 
-MOVES = {Tensor.transpose, Tensor.permute, torch.transpose, torch.permute}
-LOGARITHMS = {Tensor.log_softmax, torch.log_softmax, functional.log_softmax}
-SCALED = {
+SCALED: dict[Any, str] = {
     **dict.fromkeys((Tensor.mul, Tensor.__mul__, Tensor.__rmul__, torch.mul), "mul"),
     **dict.fromkeys((Tensor.div, Tensor.__truediv__, torch.div), "div"),
+}
+SCALED_IN_PLACE: dict[Any, str] = {
+    **dict.fromkeys((Tensor.mul_, Tensor.__imul__), "mul"),
+    **dict.fromkeys((Tensor.div_, Tensor.__itruediv__), "div"),
 }
 _REDUCTION = {"none": 0, "mean": 1, "sum": 2}
 _LOGS = "log_softmax"
 
 
-@dataclass(frozen=True)
-class OutputRows:
+@dataclass(frozen=True, eq=False)
+class OutputRows(Rows):
     """Each row of an output is the product with that row of ``hidden`` and ``steps``, as in ``linear_cross_entropy``.
 
     A loss is made of so many ``rows`` at a time, or a quarter of all, ``fused`` as there. ``layout`` has the output's
@@ -43,13 +46,40 @@ class OutputRows:
     layout: Tensor
     moved: bool = False
 
+    @functools.cached_property
+    def leaves(self) -> Leaves:  # type: ignore[override]
+        """What the product is of."""
+        found = ((self.hidden, "hidden"), (self.weight, "weight"), (self.bias, "weight"))
+        return {id(each): (each, kind) for each, kind in found if each is not None}
+
+    def value(self, at: dict[int, Tensor], known: dict[Any, Tensor]) -> Tensor:
+        """The output, of a product that others may be of, too."""
+        head: Any = self.hidden, self.weight, self.bias
+        if (product := tuple(map(id, head))) not in known:
+            known[product] = functional.linear(*(at.get(id(each), each) for each in head))
+        return stepped(known[product], self.steps)
+
+    def replaced(self, replacing: Replacing, known: dict[int, Any]) -> "OutputRows":
+        """The same of another product."""
+        for leaf, kind in self.leaves.values():
+            if id(leaf) not in known:
+                known[id(leaf)] = replacing(leaf, kind)
+        head = {"hidden": self.hidden, "weight": self.weight, "bias": self.bias}
+        new: Any = {name: known.get(id(each), each) for name, each in head.items()}
+        return replace(self, **new)
+
     def _step(self, func: Any, *given: Any, **options: Any) -> tuple[Any, ...] | None:
         """What a call makes of each row alone, as one of ``steps``; None of any other."""
         if func in SCALED:
             number = given[0] if len(given) == 1 and not options else None
             return (SCALED[func], number) if type(number) in (int, float) else None
-        dim, dtype = (*given, options.get("dim"))[0], (*given, None, options.get("dtype"))[-1]
+        dim, *others = *given, *([options["dim"]] if "dim" in options else []), options.get("dtype")
+        dtype = next((other for other in others if isinstance(other, torch.dtype)), None)
         return (_LOGS, -1, dtype) if self._is_along_rows(dim) else None
+
+    def stepped(self, *step: Any) -> "OutputRows":
+        """Those of one step more."""
+        return replace(self, steps=(*self.steps, step))
 
     def after(
         self, func: Any, change: Callable[[Tensor], Tensor], layout: Tensor, given: tuple[Any, dict[str, Any]]
@@ -63,6 +93,8 @@ class OutputRows:
             dtype = stepped(self.hidden.new_empty((0, 1), dtype=self.layout.dtype), (step,)).dtype
             return replace(self, steps=(*self.steps, step), layout=layout.to(dtype))
         if layout.dtype != self.layout.dtype:
+            if func is Tensor.view:  # of the same bits
+                return None
             return replace(self, steps=(*self.steps, ("to", layout.dtype)), layout=layout)
         if func is Tensor.contiguous:
             return replace(self, layout=layout)
@@ -72,14 +104,17 @@ class OutputRows:
             strides = layout.stride() if layout.dim() == 3 else (0, 0, 0)
             moved = strides[1] == 1 and strides[0] >= strides[2] and layout.shape[1] == len(self.weight)
             return replace(self, layout=layout, moved=True) if moved else None
-        sizes = (*layout.shape[:-1], self.hidden.shape[-1])
         if layout.dim() < 2 or layout.shape[-1] != len(self.weight):
             return None
-        hidden = change(self.hidden) if func is Tensor.__getitem__ else self.hidden.reshape(sizes)
-        return replace(self, hidden=hidden, layout=layout) if hidden.shape == sizes else None
+        found: OutputRows | None = self.chosen(change if func in TAKES else reshaped(layout), layout)
+        return found
 
     def detached(self) -> "OutputRows":
-        """The same without a gradient."""
+        """The same without a gradient, each time of the same tensors."""
+        return self._detached
+
+    @functools.cached_property
+    def _detached(self) -> "OutputRows":
         bias = None if self.bias is None else self.bias.detach()
         return replace(self, hidden=self.hidden.detach(), weight=self.weight.detach(), bias=bias)
 
@@ -89,16 +124,9 @@ class OutputRows:
             return None
         return replace(self, steps=(*self.steps[:-1], ("to", self.layout.dtype)))
 
-    def _is_along_rows(self, dim: Any) -> bool:
-        return not self.moved and dim in (-1, self.layout.dim() - 1)
-
     @property
     def _has_logarithms(self) -> bool:
         return any(name == _LOGS for name, *_ in self.steps)
-
-    def made(self) -> Tensor:
-        """The output of these rows."""
-        return stepped(functional.linear(self.hidden, self.weight, self.bias), self.steps).view(self.layout.shape)
 
     def fit(self, target: Any, reduction: str) -> bool:
         """Whether ``loss`` is what ``F.cross_entropy`` makes of an output with this target."""
@@ -116,26 +144,18 @@ class OutputRows:
         loss = linear_cross_entropy(*given, *how)
         return loss.view_as(target) if reduction == "none" else loss
 
-    def each(self, func: Any, dim: Any = None, keepdim: bool = False, **more: Any) -> Tensor | None:
-        """``func`` of each row, ``argmax`` or ``logsumexp``; None of anything but rows."""
-        if more or not self._is_along_rows(dim):
-            return None
-
-        def part(logits: Tensor) -> Tensor:
-            found: Tensor = func(logits, -1, True)
-            return found
-
-        result = self._in_tiles(part)
-        return result if keepdim else result.squeeze(-1)
-
-    def gather(self, _: Any, dim: int, index: Tensor, *, sparse_grad: bool = False) -> Tensor | None:
+    def gather(self, func: Any, dim: int, index: Tensor, *, sparse_grad: bool = False) -> Tensor | None:
         """Those of the numbers of each row that ``index`` counts; None of anything but rows."""
         places = index.shape[:-1] == self.layout.shape[:-1]
-        if sparse_grad or not places or not self._is_along_rows(dim):
-            return None
-        if index.shape[-1] == 1 and not self._has_logarithms:
+        if (
+            places
+            and not sparse_grad
+            and index.shape[-1] == 1
+            and self._is_along_rows(dim)
+            and not self._has_logarithms
+        ):
             return self._products(index)
-        return self._in_tiles(lambda logits, places: logits.gather(-1, places), index)
+        return super().gather(func, dim, index, sparse_grad=sparse_grad)
 
     def _products(self, index: Tensor) -> Tensor:
         """One number of each row, for which the others need not be made."""
@@ -144,16 +164,3 @@ class OutputRows:
         weight, shift = cast_once(functional.embedding(index, self.weight), autocast), cast_once(self.bias, autocast)
         found = torch.linalg.vecdot(*(each.to(widened(each.dtype)) for each in (hidden.unsqueeze(-2), weight)))
         return stepped((found if shift is None else found + shift[index]).to(hidden.dtype), self.steps)
-
-    def _in_tiles(self, of: Callable[..., Tensor], *beside: Tensor) -> Tensor:
-        """What is made of some rows of the output at a time, and those of the tensors beside it."""
-
-        def part(hidden: Tensor, *given: Tensor) -> Tensor:
-            some, head = given[: len(beside)], given[len(beside) :]
-            return of(stepped(functional.linear(hidden, *head), self.steps), *some)
-
-        given = self.hidden, *beside, self.weight, *(() if self.bias is None else (self.bias,))
-        count = 1 + len(beside)
-        rows = rows_of(self.layout.numel(), len(self.weight))
-        result: Tensor = in_tiles(part, tuple(range(count)), tuple(range(count, len(given))), rows, *given)
-        return result

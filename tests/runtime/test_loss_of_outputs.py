@@ -3,6 +3,7 @@
 import copy
 import sys
 import warnings
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -95,6 +96,107 @@ IN_ROWS |= {
 }
 
 
+TEACHER = torch.randn(ROWS, LENGTH, WORDS, generator=torch.Generator().manual_seed(2))
+SOFT, KNOWN = TEACHER.softmax(-1), LABELS >= 0
+
+
+def in_place(logits: Any) -> Tensor:
+    """As TRL's PPO and verl have it: of views of the logits, which are over a temperature from then on."""
+    logits.mul_(2)
+    logits = logits[:, 3:]
+    logits /= 0.7 + 1e-7
+    return of_words(logits[:, :-1].log_softmax(-1), LABELS[:, 4:]).square().mean()
+
+
+def divergence(logits: Any) -> Tensor:
+    student, teacher = F.log_softmax(logits / 2, -1), F.softmax(TEACHER.to(logits) / 2, -1)
+    return F.kl_div(student, teacher, reduction="batchmean") * 4
+
+
+def reverse(logits: Any) -> Tensor:
+    student, teacher = F.log_softmax(logits, -1), F.log_softmax(TEACHER.to(logits), -1)
+    return (student.exp() * (student - teacher)).sum(-1).mean()
+
+
+def mixed(logits: Any) -> Tensor:
+    """The divergence of Jensen and Shannon, as in TRL's GKD."""
+    student, teacher = F.log_softmax(logits / 0.9, -1), F.log_softmax(TEACHER.to(logits) / 0.9, -1)
+    beta = torch.tensor(0.3, dtype=student.dtype)
+    mixture = torch.logsumexp(torch.stack([student + torch.log1p(-beta), teacher + torch.log(beta)]), dim=0)
+    of_teacher = F.kl_div(mixture, teacher, reduction="none", log_target=True)
+    of_student = F.kl_div(mixture, student, reduction="none", log_target=True)
+    both = beta * of_teacher + (1 - beta) * of_student
+    total: Tensor = both[KNOWN].sum() / KNOWN.sum()
+    return total
+
+
+def smoothed(logits: Any) -> Tensor:
+    """As transformers' Trainer has it."""
+    logs, missing = -logits.log_softmax(-1), ~KNOWN[..., None]
+    words = logs.gather(-1, LABELS.clamp(min=0)[..., None]).masked_fill(missing, 0)
+    every = logs.sum(dim=-1, keepdim=True, dtype=torch.float32).masked_fill(missing, 0)
+    return 0.9 * words.mean() + 0.1 * every.mean() / WORDS
+
+
+def categorical(logits: Any) -> Tensor:
+    policy = torch.distributions.Categorical(logits=logits)
+    return -(policy.log_prob(LABELS.clamp(min=0)) * SPREAD).mean() - 0.01 * policy.entropy().mean()
+
+
+def entropy(logits: Any) -> Tensor:
+    probabilities = F.softmax(logits, dim=-1)
+    found: Tensor = torch.logsumexp(logits, dim=-1) - torch.sum(probabilities * logits, dim=-1)
+    return flat(logits) - 0.01 * found.mean()
+
+
+def best(logits: Any) -> Tensor:
+    places = TEACHER.topk(5, -1).indices
+    with torch.no_grad():
+        shifted = logits - logits.max(-1, keepdim=True).values
+        right = (logits[:, 1:].topk(3).indices == LABELS[:, 1:, None]).any(-1).float().mean()
+        right += torch.isfinite(shifted).all() + shifted[KNOWN].mean()
+    return (logits.softmax(-1).gather(-1, places).sum(-1) * right.to(logits)).mean()
+
+
+def halves(logits: Any) -> Tensor:
+    """As DPO has it."""
+    chosen, rejected = (of_words(each.log_softmax(-1), LABELS[:4]).sum(-1) for each in logits.chunk(2))
+    return -F.logsigmoid(0.1 * (chosen - rejected)).mean()
+
+
+def masked(logits: Any) -> Tensor:
+    unused = torch.arange(WORDS) < 7
+    logits = torch.where(unused, -1e9, logits).masked_fill(TEACHER > 2, -1e9)
+    return (
+        F.nll_loss(F.log_softmax(logits.squeeze(), -1).view(-1, WORDS)[:, :], LABELS.flatten(), reduction="sum") / 1e8
+    )
+
+
+IN_ROWS |= {
+    "in place": lambda o: flat(o.mul_(0.5)),
+    "views in place": in_place,
+    "divergence": divergence,
+    "reverse": reverse,
+    "mixed": mixed,
+    "smoothed": smoothed,
+    "categorical": categorical,
+    "entropy": entropy,
+    "best": best,
+    "masked": masked,
+    "mask": lambda o: F.cross_entropy(o[KNOWN], LABELS[KNOWN]),
+    "mask of rows": lambda o: F.cross_entropy(o[KNOWN, :], LABELS[KNOWN]),
+    "places": lambda o: F.cross_entropy(o[torch.arange(ROWS), LABELS[:, -1] % LENGTH], LABELS[:, 2]),
+    "words by places": lambda o: (
+        -o.view(-1, WORDS).log_softmax(-1)[torch.arange(ROWS * LENGTH), LABELS.view(-1)].mean()
+    ),
+    "probabilities": lambda o: F.cross_entropy(o.view(-1, WORDS), TEACHER.view(-1, WORDS).softmax(-1).to(o)),
+    "squares": lambda o: F.mse_loss(o, TEACHER.to(o)) + (o * torch.linspace(0.5, 1, ROWS)[:, None, None]).mean().to(o),
+    "halves": halves,
+    "in float32": lambda o: of_words(o.bfloat16().log_softmax(-1, torch.float32), LABELS).square().mean(),
+    "keywords": lambda o: torch.logsumexp(input=o, dim=-1).mean() + torch.softmax(input=o, dim=-1).square().mean(),
+}
+
+
 def entropies(logits: Any) -> Tensor:
     """As TRL has it: of some rows at a time."""
     found = []
@@ -105,8 +207,9 @@ def entropies(logits: Any) -> Tensor:
 
 
 def by_texts_with_entropies(logits: Any) -> Tensor:
+    logits = logits[:, :] / 0.7
     with torch.no_grad():
-        weights = entropies(logits / 0.7)
+        weights = entropies(logits)
     return (of_words(logits.log_softmax(-1), LABELS) * weights).mean() * -1
 
 
@@ -129,26 +232,50 @@ def logarithms_before_a_write(logits: Any) -> Tensor:
     return logs.square().mean() + flat(logits)
 
 
+def a_view_in_place(logits: Any) -> Tensor:
+    view, other = logits[:, 1:], logits[:, :-1]
+    view.div_(0.3)
+    return view[:, 1:].logsumexp(-1).mean() + other.square().mean()
+
+
+def without_a_gradient_in_place(logits: Any) -> Tensor:
+    with torch.no_grad():
+        logits.mul_(3)
+    return flat(logits)
+
+
+def written_then_read(logits: Any) -> Tensor:
+    shifted = logits - TEACHER.to(logits)
+    before, alias = shifted.exp(), shifted.detach()
+    shifted.mul_(2)
+    return before.mean() + (shifted * alias).mean() + logits.sin().mean()
+
+
 MADE: dict[str, Loss] = {
-    "places": lambda o: F.cross_entropy(o[torch.arange(ROWS), LABELS[:, -1] % LENGTH], LABELS[:, 0]),
-    "mask of rows": lambda o: F.cross_entropy(o[LABELS >= 0, :], LABELS[LABELS >= 0]),
-    "mask": lambda o: F.cross_entropy(o[LABELS >= 0], LABELS[LABELS >= 0]),
     "other order": lambda o: F.cross_entropy(o.transpose(0, 1).reshape(-1, WORDS), LABELS.T.reshape(-1)),
     "other classes": lambda o: F.cross_entropy(o[..., :300].flatten(0, 1), LABELS.flatten().clamp(max=299)),
     "positions as classes": lambda o: F.cross_entropy(o, LABELS[:, :1].clamp(0, 3).expand(ROWS, WORDS)),
-    "probabilities": lambda o: F.cross_entropy(o.view(-1, WORDS), torch.full((ROWS * LENGTH, WORDS), 1 / WORDS).to(o)),
-    "read, too": lambda o: flat(o) + 1e-3 * o.exp().mean(),
+    "read, too": lambda o: flat(o) + 1e-3 * o.sin().mean(),
     "of columns": lambda o: o.logsumexp(1).mean() + o.transpose(1, 2).logsumexp(-1).mean() + o.argmax() * 0.0,
     "of a part": lambda o: o[:, 1:].float().square().mean(),
     "words by columns": lambda o: o.gather(1, LABELS.clamp(min=0)[:, :2, None] % LENGTH).sum() / 9,
     "logarithms by columns": lambda o: o.log_softmax(1).square().mean() + F.log_softmax(o, 0)[0].square().mean(),
     "logarithms of logarithms": lambda o: flat(o.log_softmax(-1)) + o.log_softmax(-1).square().mean() * 1e-3,
     "scaled by a tensor": lambda o: flat(o * torch.tensor(0.5)) + flat(torch.div(o, 2, rounding_mode=None)),
-    "in place": lambda o: flat(o.mul_(0.5)),
     "split by columns": lambda o: flat(torch.cat(o.split([100, 300], dim=-1)[::-1], -1)) + o.split(300, 2)[1].mean(),
     "moved": lambda o: (o.transpose(1, 2) * torch.arange(WORDS)[:, None]).mean(),
+    "a view, in place": lambda o: flat(o) + a_view_in_place(o) + o.mean(),
+    "without a gradient, in place": without_a_gradient_in_place,
+    "unseen, in place": lambda o: Squares.apply(o.mul_(0.5)[:, 1:]),  # type: ignore[no-untyped-call]
+    "unseen, of several": lambda o: Squares.apply(o.softmax(-1) - TEACHER.to(o)),  # type: ignore[no-untyped-call]
+    "several, of columns": lambda o: torch.stack([o, o]).softmax(2).square().mean() + o.sum((0, 1)).square().mean(),
+    "written, then read": written_then_read,
     "unseen, of logarithms": lambda o: Squares.apply(o.log_softmax(-1)),  # type: ignore[no-untyped-call]
     "logarithms before a write": lambda o: logarithms_before_a_write(o),
+    "columns by places": lambda o: (
+        o[LABELS[:, 5] % ROWS, -1].square().mean() + o[:, LABELS[0] % LENGTH].square().mean()
+    ),
+    "single numbers": lambda o: o[torch.tensor(1), torch.tensor(2)].square().mean() + o[(*torch.tensor([1, 2, 3]),)],
     "unseen": lambda o: Squares.apply(o[:, :-1].contiguous()),  # type: ignore[no-untyped-call]
 }
 
@@ -258,6 +385,78 @@ def test_entropies_make_some_rows_too(results: Any) -> None:
     assert max(set().union(*seen.of.values())) == 16 * WORDS
 
 
+@pytest.mark.parametrize("loss", ["entropy", "smoothed", "categorical", "in place", "views in place", "halves", "mask"])
+def test_nothing_of_the_size_of_logits_is_made(results: Any, loss: str) -> None:
+    """Nor of what is made of them, without any tensor of a teacher's beside it; views of a value are as large."""
+    with Sizes() as seen:
+        IN_ROWS[loss](results["bias"][0](tokens())).backward()
+    made = {size for name, sizes in seen.of.items() if "expand" not in name for size in sizes}
+    assert max(made) <= ROWS * LENGTH * WORDS // 4
+
+
+@pytest.mark.filterwarnings("ignore::memrewrite.LazyOutputWarning")
+def test_what_is_made_of_an_output_has_its_bits_when_it_is_read(results: Any) -> None:
+    def read(model: Any) -> list[Any]:
+        output = model(tokens())
+        logs = output.log_softmax(-1)
+        found = [
+            logs * logs.exp(),
+            (output / 0.7 - TEACHER).softmax(-1)[:, 1:],
+            F.kl_div(logs, SOFT, reduction="none"),
+        ]
+        found += [output > TEACHER, output[KNOWN], torch.stack([logs, TEACHER]).logsumexp(0), logs.double()]
+        return [*found, *output.max(-1), output.topk(3).values]
+
+    for ours, theirs in zip(*map(read, results["bias"]), strict=True):
+        assert (ours.dtype, ours.requires_grad) == (theirs.dtype, theirs.requires_grad)
+        assert torch.equal(ours + 0, theirs)
+
+
+def test_nothing_is_made_of_a_tensor_that_was_written_since(results: Any) -> None:
+    teacher = TEACHER.softmax(-1)
+    product = results["bias"][0](tokens()).log_softmax(-1) * teacher
+    teacher.zero_()
+    with pytest.raises(RuntimeError, match="cannot be made any more: what was computed with it was written since"):
+        product.sum(-1)
+
+
+def test_nothing_stays_of_what_was_made_of_an_output(results: Any) -> None:
+    output = results["bias"][0](tokens())
+    output /= 2
+    logs = output.log_softmax(-1)
+    beside = TEACHER + 0
+    kept, product = weakref.ref(beside), logs * beside
+    product.detach().sum(-1)
+    (product[:, 1:] + logs[:, 1:]).sum().backward()
+    del beside, product
+    assert kept() is None
+
+
+def test_a_loss_keeps_nothing_once_backward_is_through(results: Any) -> None:
+    output, beside = results["bias"][0](tokens()), TEACHER + 0
+    kept, loss = weakref.ref(beside), (output.log_softmax(-1) * beside).sum(-1).mean()
+    del output, beside
+    assert kept() is not None
+    loss.backward()
+    assert kept() is None
+
+
+def test_the_logits_of_a_teacher_are_not_there_either(results: Any) -> None:
+    def loss(model: Any) -> Tensor:
+        with torch.no_grad():
+            teacher = model(tokens().flip(0))
+            several = (teacher[1:] - TEACHER[1:]).softmax(-1).sum(-1)
+        student, soft = F.log_softmax(model(tokens()) / 2, -1), F.softmax(teacher / 2, -1)
+        return F.kl_div(student, soft, reduction="batchmean") + several.mean()
+
+    result, original = results["bias"]
+    with Sizes() as seen:
+        ours = loss(result)
+        ours.backward()
+    torch.testing.assert_close(ours, loss(original))
+    assert max(set().union(*seen.of.values())) == TEACHER[1:].numel()
+
+
 def test_no_operator_makes_more_than_a_quarter_of_the_logits(results: Any) -> None:
     assert max(set().union(*sizes_of(results["bias"][0]).values())) == ROWS * LENGTH * WORDS // 4
 
@@ -337,10 +536,14 @@ def test_a_gradient_is_where_the_original_has_one(results: Any) -> None:
 def test_no_loss_is_made_of_weights_that_a_step_has_changed(results: Any) -> None:
     model = copy.deepcopy(results["bias"][0])
     output = model(tokens())
+    logs = output.log_softmax(-1)
     flat(output).backward()
     torch.optim.SGD(model.parameters(), 0.1).step()
-    with pytest.raises(RuntimeError, match=r"cannot be made any more: head\.weight was written since"):
-        flat(output)
+    asked: list[Callable[[], Any]] = [lambda: flat(output), lambda: output.max(-1), lambda: (logs * 2).sum()]
+    asked += [lambda: F.kl_div(logs, SOFT, reduction="sum"), lambda: logs.sin(), lambda: output[KNOWN].mean()]
+    for ask in asked:
+        with pytest.raises(RuntimeError, match=r"cannot be made any more: head\.weight was written since"):
+            ask()
 
 
 def test_no_loss_is_made_of_weights_that_were_freed() -> None:
@@ -361,13 +564,29 @@ LATE: dict[str, Callable[[Any, Tensor], Any]] = {
     "retain_grad": lambda output, loss: output.retain_grad(),
     "hook": lambda output, loss: output.register_hook(print),
 }
+EARLIER: dict[str, Callable[[Any], Any]] = {
+    "a loss": lambda output: flat(output.float()),
+    "probabilities": lambda output: output.softmax(-1),
+    "logarithms": lambda output: output.log_softmax(-1) * TEACHER,
+    "rows": lambda output: output[KNOWN],
+}
 
 
 @pytest.mark.parametrize("ask", LATE)
 def test_gradients_of_logits_that_were_asked_for_too_late(results: Any, ask: str) -> None:
-    with pytest.raises(RuntimeError, match=r"was asked for after its loss, which was made some rows at a time: ask"):
+    with pytest.raises(RuntimeError, match=r"was asked for after its loss, .* made some rows at a time: ask"):
         of_logits(LATE[ask], results["bias"][0])
     of_logits(LATE[ask], results["bias"][1])
+
+
+@pytest.mark.parametrize("made", EARLIER)
+def test_gradients_of_logits_are_not_asked_for_once_something_is_made_of_rows(results: Any, made: str) -> None:
+    """Which a loss may be made of, that no gradient comes through to them."""
+    output = results["bias"][0](tokens())
+    kept = EARLIER[made](output)
+    with pytest.raises(RuntimeError, match=r"was asked for after its loss, or what leads to that, which is made some"):
+        output.retain_grad()
+    assert kept.requires_grad
 
 
 @pytest.mark.filterwarnings("ignore::memrewrite.LazyOutputWarning")
@@ -387,7 +606,7 @@ def test_the_lowest_peak_is_that_without_logits(amp: Any) -> None:
     result = lazy(speaker(), shifted, budget="min", amp=amp)
     report = memrewrite.report_of(result)
     assert report.equivalent
-    assert "cross-entropy makes some rows of it at a time" in report.notes[-1]
+    assert "computes row by row makes some rows of it at a time" in report.notes[-1]
     assert report.predicted_after.peak <= report.predicted_before.peak - logits
     measured = memrewrite.measure(result, tokens(), loss_fn=shifted, amp=amp, steps=1)
     assert measured.peak == report.predicted_after.peak
