@@ -27,6 +27,7 @@ from memrewrite.simulate.fake.as_seen import like_seen, note_seen
 from memrewrite.simulate.fake.stand_ins import numbers_of_rows, same_size, varied
 from memrewrite.simulate.fake.trials import Made, made_again
 from memrewrite.state.random_state import preserved_rng
+from memrewrite.torch_internals.number_inputs import of_sizes
 from memrewrite.torch_internals.pytrees import (
     TreeSpec,
     tree_flatten,
@@ -91,6 +92,8 @@ class _Kept(Returning):
 
     def __init__(self, path: str, args: Any, kwargs: Any, seen: Sequence[SeenCall]) -> None:
         super().__init__(path, (args, kwargs))
+        if not all(map(of_sizes, self.sizes)):  # nobody knows what it makes of other numbers
+            raise UnfitCallError(f"{path} is given a number that varies.", path)
         self._path, self._seen, self._first = path, seen, seen[0]
         self.ways = list(seen[0].ways)
 

@@ -83,6 +83,11 @@ class Traced(ABC):
 class Returning(Traced):
     """A call that gives something."""
 
+    def __init__(self, name: str, args: Any) -> None:
+        super().__init__(name, args)
+        if any(isinstance(leaf, torch.SymFloat) for leaf in self._leaves):
+            raise CaptureError(f"The {name} is given a fraction that varies, which no operator is told of.")
+
     @abstractmethod
     def run(self, tensors: Sequence[Tensor], sizes: Sequence[Any]) -> list[Tensor]:
         """The tensors that it returns, on fake ones."""

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
 from memrewrite.capture import Captured, capture
-from memrewrite.capture.captured import TensorSpec
+from memrewrite.capture.captured import NumberSpec, TensorSpec
 from memrewrite.capture.origin import origin
 from memrewrite.codegen.writer import generate
 from memrewrite.records.errors import CaptureError
@@ -230,7 +230,7 @@ def test_the_input_spec_names_the_call() -> None:
     spec = capture(case.make(), case.inputs()).inputs
     assert spec.parameters == ("x", "mask", "scale")
     batch = spec.leaves[0].shape[0]
-    assert spec.leaves == (TensorSpec(torch.float32, "cpu", (batch, 6)), None, 3.0)
+    assert spec.leaves == (TensorSpec(torch.float32, "cpu", (batch, 6)), None, NumberSpec(spec.numbers[0].name, 3.0))
     assert isinstance(batch, str)
 
 
@@ -402,10 +402,24 @@ def test_capture_in_the_mode_the_model_is_in() -> None:
         assert module.training is training
 
 
+def test_arguments_are_known_by_their_names() -> None:
+    def forward(self: Any, x: Tensor, plus: Any = None, times: Any = None, **others: Any) -> Tensor:
+        result = self.linear(x)
+        result = result if plus is None else result + plus
+        return (result if times is None else result * times) - others["minus"] / others["over"]
+
+    module, given = model(forward), x(4, 6)
+    names = {"times": given, "minus": 2.0, "over": 3.0}
+    optimized = drop_in(module, capture(module, Inputs((given,), names), "export"))
+    assert torch.equal(optimized(over=3.0, minus=2.0, times=given, x=given), module(given, **names))
+    with pytest.warns(FallbackWarning, match="captured for a call with x, times, minus, over"):
+        assert torch.equal(optimized(given, given, minus=2.0, over=3.0), module(given, given, minus=2.0, over=3.0))
+
+
 def test_tree_of_inputs_is_kept_for_nested_constants() -> None:
     case: Case = CASES["nested_inputs_and_outputs"]
     leaves = capture(case.make(), case.inputs()).inputs.leaves
-    assert [leaf for leaf in leaves if not isinstance(leaf, TensorSpec)] == [None, 3]
+    assert [type(leaf) for leaf in leaves if not isinstance(leaf, TensorSpec)] == [type(None), NumberSpec]
     assert tree_map(type, list(leaves[:1])) == [TensorSpec]
 
 
