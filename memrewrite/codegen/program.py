@@ -5,6 +5,7 @@ from typing import Any
 from memrewrite.capture.captured import Captured, NumberSpec, TensorSpec
 from memrewrite.capture.expressions import Trees, literal, nested
 from memrewrite.plan.marks import Marks
+from memrewrite.runtime.matching import name_of_class
 
 
 def program(captured: Captured, prefix: str, marks: Marks) -> str:
@@ -57,7 +58,8 @@ def _leaf(leaf: Any) -> str:
         return f"({leaf.dtype}, {leaf.device_type!r}, {leaf.shape!r})"
     if isinstance(leaf, NumberSpec):
         return f"('number', {type(leaf.example).__name__}, {leaf.name!r})"
-    return f"('constant', {literal(leaf)})"
+    own = type(leaf).__module__ not in ("builtins", "torch")  # an enum's or NumPy's
+    return f"('constant', {literal(leaf)}{f', {name_of_class(type(leaf))!r}' if own else ''})"
 
 
 def _same(look: str) -> str:

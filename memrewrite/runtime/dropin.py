@@ -35,11 +35,11 @@ class Program:
     """The generated code of one model and the calls it is right for.
 
     ``names`` are the parameters of forward the example call filled, of which so many as are ``positional`` may be given
-    without their names; ``tree`` is the structure of their values;
-    ``leaves`` has one entry per leaf: ``(dtype, device type, sizes)`` of a tensor, sizes being ints or, where they may
-    vary, names, ``("number", type, name)`` of a number that may vary, or ``("constant", value)``. ``training`` maps
-    submodule paths to the training flag they were captured
-    with, ``differentiable`` says whether calls may record for backward, ``dtype`` is that of the first parameter;
+    without their names; ``tree`` is the structure of their values; ``leaves`` has one entry per leaf: ``(dtype, device
+    type, sizes)`` of a tensor, sizes being ints or, where they may vary, names, ``("number", type, name)`` of a number
+    that may vary, or ``("constant", value)``, which has the name of its class, too, if that is an enum or the like.
+    ``training`` maps submodule paths to the training flag they were captured with, ``differentiable`` says whether
+    calls may record for backward, ``dtype`` is that of the first parameter;
     ``autocast`` is the type it has to cast to, None where there may be none, "any" where that does not matter. ``fits``
     says of named sizes whether forward takes the path that was captured, ``reads`` which attributes it read, ``look``
     gives what code that is traced compares of them, and ``same`` says whether that is still so: step by step, as what

@@ -42,6 +42,11 @@ def numbers_of(program: "Program", args: tuple[Any, ...], kwargs: dict[str, Any]
     return [(spec[2], leaf) for spec, leaf in pairs if spec[0] == "number"]
 
 
+def name_of_class(kind: type) -> str:
+    """The name of a class that a program cannot refer to, as there may be none where it runs."""
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
 def match(program: "Program", module: nn.Module, leaves: list[Any]) -> tuple[list[Tensor] | None, str]:
     """The tensors of a call with these leaves that the program is right for; else None and why."""
     tensors: list[Tensor] = []
@@ -50,8 +55,9 @@ def match(program: "Program", module: nn.Module, leaves: list[Any]) -> tuple[lis
     names = program.names if len(program.names) == len(leaves) else itertools.repeat("an argument", len(leaves))
     for name, leaf, spec in zip(names, leaves, program.leaves, strict=True):
         if spec[0] == "constant":
-            if type(leaf) is not type(spec[1]) or leaf != spec[1]:
-                return None, f"{name} is {leaf!r}, captured as {spec[1]!r}"
+            alike = type(leaf) is type(spec[1]) if len(spec) == 2 else name_of_class(type(leaf)) == spec[2]
+            if not alike or leaf != spec[1]:
+                return None, f"{name} is {leaf!r}, captured as {' '.join([*spec[2:], repr(spec[1])])}"
             continue
         if spec[0] == "number":
             if type(leaf) is not spec[1] or sizes.setdefault(spec[2], leaf) != leaf:

@@ -3,7 +3,9 @@
 Whatever happens, the model is as it was: values, hooks, modes, gradients and random state.
 """
 
+import enum
 import random
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -414,6 +416,22 @@ def test_arguments_are_known_by_their_names() -> None:
     assert torch.equal(optimized(over=3.0, minus=2.0, times=given, x=given), module(given, **names))
     with pytest.warns(FallbackWarning, match="captured for a call with x, times, minus, over"):
         assert torch.equal(optimized(given, given, minus=2.0, over=3.0), module(given, given, minus=2.0, over=3.0))
+
+
+class Mode(str, enum.Enum):  # noqa: UP042  (as transformers has them)
+    FIRST, SECOND = "first", "second"
+
+
+def test_an_enum_that_is_text_is_told_from_another_and_from_the_text() -> None:
+    module = model(lambda self, x, mode: self.linear(x) * (2 if mode is Mode.FIRST else 3))
+    optimized = drop_in(module, capture(module, Inputs((x(4, 6), Mode.FIRST), {}), "export"))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", FallbackWarning)
+        assert torch.equal(optimized(x(4, 6), Mode.FIRST), module(x(4, 6), Mode.FIRST))
+    for other, said in ((Mode.SECOND, r"mode is <Mode.SECOND: 'second'>"), ("first", "mode is 'first'")):
+        own(optimized).promise.fallen_back = False  # type: ignore[union-attr]
+        with pytest.warns(FallbackWarning, match=f"{said}, captured as .*Mode 'first'"):
+            assert torch.equal(optimized(x(4, 6), other), module(x(4, 6), other))
 
 
 def test_tree_of_inputs_is_kept_for_nested_constants() -> None:
