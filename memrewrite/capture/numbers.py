@@ -8,13 +8,15 @@ int)``), so the graph is held against what is captured for other numbers, in whi
 
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 
 from memrewrite.capture.captured import Captured, InputSpec, NumberSpec, TensorSpec
+from memrewrite.capture.hazards import refuse_kept
 from memrewrite.capture.normal import bind
 from memrewrite.capture.varying import function
 from memrewrite.torch_internals.pytrees import tree_flatten, tree_leaves, tree_unflatten
@@ -27,9 +29,7 @@ def numbers_in(inputs: Inputs) -> frozenset[int]:
     return frozenset(i for i, leaf in enumerate(leaves) if type(leaf) in (int, float) and math.isfinite(leaf))
 
 
-def for_numbers(
-    model: nn.Module, inputs: Inputs, numbers: frozenset[int], attempt: Callable[..., Captured]
-) -> Captured:
+def for_numbers(model: nn.Module, inputs: Inputs, numbers: frozenset[int], attempt: partial[Captured]) -> Captured:
     """What an attempt gives in which these numbers vary, or those of them that can.
 
     Raises ``ValueError`` where none can, or the graph for all is not the one for each.
@@ -45,8 +45,10 @@ def for_numbers(
             break
         found = attempt(inputs, numbers=varying)
     changed = {place: chosen[name] for place, name in places.items() if name in chosen}
-    if not varying or not _is_for(found, chosen, attempt(_with_numbers(inputs, changed), numbers=varying - {*changed})):
+    other = partial(_with_numbers, others=changed)
+    if not varying or not _is_for(found, chosen, attempt(other(inputs), numbers=varying - {*changed})):
         raise ValueError("for other numbers it is another graph")
+    refuse_kept(model, inputs, attempt.keywords["functions"], other)
     return found
 
 

@@ -54,6 +54,11 @@ def decides_sizes(self: Any, x: Tensor, count: int) -> Tensor:
     return self.linear(x).sum() + torch.ones(count).sum()
 
 
+def keeps_it(self: Any, x: Tensor, step: int) -> Tensor:
+    self.last = step
+    return self.linear(x) * step
+
+
 def gives_an_operator(self: Any, x: Tensor, rate: float) -> Tensor:
     return functional.dropout(self.linear(x), rate)
 
@@ -75,6 +80,7 @@ ANOTHER_WAY: dict[str, tuple[Forward, dict[str, Any], dict[str, Any], str]] = {
     "its type is asked for": (asks_for_the_type, {"step": 2.0}, {"step": 3.0}, "step is 3.0, captured as 2.0"),
     "layers": (chooses_layers, {"depth": 2}, {"depth": 1}, "depth is 1, captured as 2"),
     "sizes": (decides_sizes, {"count": 5}, {"count": 6}, "count is 6, captured as 5"),
+    "kept": (keeps_it, {"step": 3}, {"step": 4}, "step is 4, captured as 3"),
     "an operator's own": (gives_an_operator, {"rate": 0.1}, {"rate": 0.2}, "rate is 0.2, captured as 0.1"),
 }
 
@@ -110,9 +116,11 @@ def test_a_program_is_for_all_numbers_that_change_nothing_else(name: str) -> Non
 def test_numbers_that_make_it_another_graph_run_the_original_forward(name: str) -> None:
     forward, example, given, said = ANOTHER_WAY[name]
     module = model(forward)
+    module(x(4, 6), **example)
     optimized = drop_in(module, example)
     with pytest.warns(FallbackWarning, match=said):
         assert same(optimized, module, 4, given)
+    assert vars(optimized).get("last") == vars(module).get("last")
 
 
 def test_a_number_may_be_a_size_of_an_input() -> None:
