@@ -36,6 +36,24 @@ def any_keyword(self: Any, x: Tensor, **settings: float) -> Tensor:
     return self.linear(x) + settings["plus"]
 
 
+class Reversed(torch.autograd.Function):
+    """As the nets of domain adaptation have it: backward turns the gradient around."""
+
+    @staticmethod
+    def forward(context: Any, x: Tensor, scale: float) -> Tensor:
+        context.scale = scale
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(context: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return -context.scale * gradients[0], None
+
+
+def reverses(self: Any, x: Tensor, scale: float) -> Tensor:
+    result: Tensor = Reversed.apply(self.linear(x), scale)  # type: ignore[no-untyped-call]
+    return result
+
+
 def every_other(self: Any, x: Tensor, step: int) -> Tensor:
     return self.linear(x) * step if step % 2 else self.linear(x)
 
@@ -72,6 +90,7 @@ ONE_PROGRAM: dict[str, tuple[Forward, dict[str, Any], list[dict[str, Any]]]] = {
     ),
     "nested": (nested, {"settings": {"scale": 2.0, "steps": [1, 5]}}, [{"settings": {"scale": 0.3, "steps": [4, 0]}}]),
     "any keyword": (any_keyword, {"plus": 2.0}, [{"plus": 0.1}]),
+    "own Function": (reverses, {"scale": 0.2}, [{"scale": 0.9}]),
     "odd": (every_other, {"step": 3}, [{"step": 5}]),
 }
 ANOTHER_WAY: dict[str, tuple[Forward, dict[str, Any], dict[str, Any], str]] = {
