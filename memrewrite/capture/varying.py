@@ -16,7 +16,7 @@ from memrewrite.capture.captured import IN_CONDITIONS, Captured, InputSpec, Numb
 from memrewrite.capture.normal import batch_size, bind
 from memrewrite.records.errors import FixedSizeError
 from memrewrite.records.ranges import Range
-from memrewrite.torch_internals.pytrees import tree_leaves, tree_map
+from memrewrite.torch_internals.pytrees import tree_flatten, tree_leaves, tree_map
 from memrewrite.workload.ranges import per_token, positions
 from memrewrite.workload.step import Inputs
 
@@ -58,13 +58,27 @@ def attempts(inputs: Inputs, ranges: Sequence[Range], elsewhere: Inputs | None) 
 def _shapes(leaves: Sequence[Any], dims: Callable[[Any], Any], ranges: Sequence[Range]) -> Shapes:
     def shapes(arguments: Mapping[str, Any], numbers: Collection[int]) -> Any:
         whole = {i for i in numbers if isinstance(leaves[i], int)}  # of others export knows nothing
-        found = tree_map(lambda i: Dim.AUTO if i in whole else dims(leaves[i]), dict(arguments))
+        found = tree_map(lambda i: Dim.AUTO if i in whole else dims(leaves[i]), _listed(dict(arguments)))
         for each in ranges:
             varies = Dim.AUTO(min=max(2, each.least))
             found[each.name] = {**(found[each.name] or {}), each.dim: varies}
         return found
 
     return shapes
+
+
+def _listed(tree: Any) -> Any:
+    """A nested value with lists in the place of what classes of the user's hold, of which export asks for that."""
+
+    def is_own(each: Any) -> bool:
+        return not isinstance(each, dict | list | tuple | int)
+
+    def listed(each: Any) -> Any:
+        if not is_own(each):
+            return each
+        return _listed(tree_flatten(each, is_leaf=lambda inner: inner is not each)[0])
+
+    return tree_map(listed, tree, is_leaf=is_own)
 
 
 def _differing(inputs: Inputs, elsewhere: Inputs) -> dict[int, dict[int, Any]]:

@@ -7,6 +7,7 @@ import enum
 import random
 import warnings
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -416,6 +417,25 @@ def test_arguments_are_known_by_their_names() -> None:
     assert torch.equal(optimized(over=3.0, minus=2.0, times=given, x=given), module(given, **names))
     with pytest.warns(FallbackWarning, match="captured for a call with x, times, minus, over"):
         assert torch.equal(optimized(given, given, minus=2.0, over=3.0), module(given, given, minus=2.0, over=3.0))
+
+
+@dataclass
+class Scaled:
+    """What ``torch.export.register_dataclass`` is told of."""
+
+    x: Tensor
+    scale: float
+
+
+def test_sizes_and_numbers_in_a_registered_dataclass_vary() -> None:
+    torch.export.register_dataclass(Scaled, serialized_type_name="tests.Scaled")
+    module = model(lambda self, given: Scaled(self.linear(given.x) * given.scale, given.scale))
+    optimized = drop_in(module, capture(module, Inputs((Scaled(x(4, 6), 2.0),), {}), "export"))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", FallbackWarning)
+        ours, theirs = (each(Scaled(x(7, 6), 0.3)) for each in (optimized, module))
+    assert torch.equal(ours.x, theirs.x)
+    assert ours.scale == theirs.scale
 
 
 class Mode(str, enum.Enum):  # noqa: UP042  (as transformers has them)
