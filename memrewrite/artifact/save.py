@@ -121,7 +121,7 @@ def _write_model(draft: Path, optimized: nn.Module, rewritten: dict[str, Program
 
 def _moving(program: Program, constants: dict[str, torch.Tensor]) -> dict[str, bool]:
     """Which constants lie where the inputs do, and so have to follow the parameters."""
-    device = next((leaf[1] for leaf in program.leaves if leaf[0] != "constant"), None)
+    device = next((leaf[1] for leaf in program.leaves if leaf[0] not in ("constant", "number")), None)
     return {name: device is None or tensor.device.type == device for name, tensor in constants.items()}
 
 

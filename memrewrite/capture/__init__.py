@@ -26,7 +26,7 @@ from memrewrite.capture.returned import note_sizes
 from memrewrite.capture.shared import tied
 from memrewrite.records.errors import CaptureError, UnfitCallError, first_line
 from memrewrite.records.ranges import Range
-from memrewrite.runtime.dropin import gradients_now
+from memrewrite.runtime.matching import gradients_now
 from memrewrite.state.attributes import preserved
 from memrewrite.state.function_caches import fakes_forgotten
 from memrewrite.torch_internals.fake_tensors import real_rules_on_fake_tensors

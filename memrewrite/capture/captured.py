@@ -30,12 +30,25 @@ class TensorSpec:
 
 
 @dataclass(frozen=True)
+class NumberSpec:
+    """A number that may vary: one of the example's type, in conditions and as a placeholder by this name.
+
+    Where the name is that of a size, the number has to be that size.
+    """
+
+    name: str
+    example: float
+
+
+@dataclass(frozen=True)
 class InputSpec:
     """What a call must look like.
 
-    ``parameters`` are the names in the signature of ``forward`` that the example call filled, in order;
+    ``parameters`` are the names in the signature of ``forward`` that the example call filled, in order, and of what it
+    gave beside these: the first ones, as many as are ``positional``, may be given without their names;
     ``tree`` is the structure of their values; ``leaves`` has one entry per leaf: a TensorSpec
-    (each is one placeholder of the graph, in this order) or the constant that was captured.
+    (each is one placeholder of the graph, in this order), a NumberSpec (a placeholder after those) or the constant that
+    was captured.
     ``conditions`` are Python expressions over the named sizes (``"(s0 % 2) == 0"``): what the path through forward
     that was captured takes for granted. ``example`` has those sizes as they were. ``shared`` are pairs of leaves that
     have to be one tensor, where forward asks for that. ``ranges`` are those of named sizes that were asked for.
@@ -44,10 +57,16 @@ class InputSpec:
     parameters: tuple[str, ...]
     tree: TreeSpec
     leaves: tuple[Any, ...]
+    positional: int = 0
     conditions: tuple[str, ...] = ()
     example: tuple[tuple[str, int], ...] = ()
     shared: tuple[tuple[int, int], ...] = ()
     ranges: tuple[tuple[str, Range], ...] = ()
+
+    @property
+    def numbers(self) -> tuple[NumberSpec, ...]:
+        """Those that may vary, in the order of their placeholders."""
+        return tuple(leaf for leaf in self.leaves if isinstance(leaf, NumberSpec))
 
     @property
     def asked(self) -> tuple[Range, ...]:
@@ -65,7 +84,7 @@ class InputSpec:
 class Captured:
     """A captured model.
 
-    ``graph_module`` shares every Parameter and buffer with the model. Its graph has placeholders (tensor inputs),
+    ``graph_module`` shares every Parameter and buffer with the model. Its graph has placeholders (inputs),
     ``get_attr`` nodes (dotted paths into the model, or ``constants``), ``call_function`` / ``call_method`` nodes and
     one output whose argument is the flat tuple of outputs in the order of ``output_tree``; ``origin`` says where a node
     comes from. ``constants`` are tensors the model made from Python values while it was traced. ``training`` maps each

@@ -6,8 +6,9 @@ architectures whole, where ``fx.symbolic_trace`` kept 78 and 0. Its silent hazar
 
 import builtins
 import contextlib
+import functools
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 from unittest import mock
@@ -23,12 +24,14 @@ from memrewrite.capture.captured import Captured
 from memrewrite.capture.compiled_calls import told_of_scripted
 from memrewrite.capture.launches import launches_traced
 from memrewrite.capture.normal import attribute, bind, constants, dynamic, rebuild
+from memrewrite.capture.numbers import for_numbers, numbers_in
 from memrewrite.capture.opaque import opaque
 from memrewrite.capture.varying import Shapes, attempts, ranged
 from memrewrite.records.lines import line_now
 from memrewrite.records.ranges import Range
 from memrewrite.simulate.fake.constant_values import KnownValues, known_values
 from memrewrite.torch_internals.logs import quiet
+from memrewrite.torch_internals.number_inputs import fractions_vary, is_open
 from memrewrite.torch_internals.operators import (
     OpOverload,
     gives_something,
@@ -36,7 +39,7 @@ from memrewrite.torch_internals.operators import (
     named_arguments,
     written_arguments,
 )
-from memrewrite.torch_internals.pytrees import tree_leaves
+from memrewrite.torch_internals.pytrees import tree_flatten, tree_leaves, tree_unflatten
 from memrewrite.torch_internals.size_arithmetic import sizes_remembered
 from memrewrite.torch_internals.symbolic_recall import SymbolicRecall
 from memrewrite.torch_internals.tracing import (
@@ -63,23 +66,38 @@ def capture(
     So do sizes that differ ``elsewhere``; those in ``ranges`` have to. Custom ``functions`` stay calls in the graph.
     """
     *tried, last = attempts(inputs, ranges, elsewhere)
-    for shapes in tried:
+    for shapes in (*tried, last):
+        attempt = functools.partial(_attempt, model, functions=functions, ranges=ranges, varying=shapes)
+        if numbers := numbers_in(inputs):
+            with contextlib.suppress(Exception):
+                return for_numbers(model, inputs, numbers, attempt)
+        if shapes is last:
+            break
         with contextlib.suppress(Exception):  # whatever the reason, the last attempt tells it
-            return _attempt(model, inputs, functions, ranges, shapes)
-    return _attempt(model, inputs, functions, ranges, last)
+            return attempt(inputs)
+    return attempt(inputs)
 
 
 def _attempt(
-    model: nn.Module, inputs: Inputs, functions: Sequence[type], ranges: Sequence[Range], varying: Shapes
+    model: nn.Module,
+    inputs: Inputs,
+    functions: Sequence[type],
+    ranges: Sequence[Range],
+    varying: Shapes,
+    numbers: Collection[int] = (),
 ) -> Captured:
     settling, noted = _Settling(), Assumptions()
     with _named_keywords(model, inputs), scripts_in_python() as scripted:
-        bound = inspect.signature(model.forward).bind(*inputs.args, **inputs.kwargs).arguments
+        leaves, tree = tree_flatten((inputs.args, inputs.kwargs))
+        args, kwargs = tree_unflatten(range(len(leaves)), tree)
+        shapes = varying(inspect.signature(model.forward).bind(*args, **kwargs).arguments, numbers)
         with contextlib.ExitStack() as stack:
             if ranges:
                 stack.enter_context(settling)
                 stack.enter_context(noted.of(model))
-            program, exported = _export(model, inputs, varying(bound), functions)
+            if numbers:
+                stack.enter_context(fractions_vary(i in numbers for i, n in enumerate(leaves) if type(n) is float))
+            program, exported = _export(model, inputs, shapes, functions)
     found = _normal(model, inputs, program, exported)
     found = replace(found, exact=not scripted, notes=told_of_scripted(scripted))
     return ranged(found, model, inputs, ranges, settling.lines, noted)
@@ -107,14 +125,16 @@ def _normal(model: nn.Module, inputs: Inputs, program: ExportedProgram, exported
     placeholders = [n for n in exported.graph.nodes if n.op == "placeholder"]
     raw = tree_leaves((inputs.args, inputs.kwargs))
     tensors = [placeholders[i] for i in order if isinstance(raw[i], Tensor)]
-    fixed = {node: leaf for node, leaf in zip(placeholders, raw, strict=True) if not isinstance(leaf, Tensor)}
+    vary = {k: placeholders[i] for k, i in enumerate(order) if is_open(placeholders[i].meta.get("val"))}
+    given = [*tensors, *vary.values()]
+    fixed = {node: leaf for node, leaf in zip(placeholders, raw, strict=True) if node not in given}
 
     def replace(graph: fx.Graph, node: fx.Node, values: dict[fx.Node, Any]) -> bool:
         if node.op != "placeholder":
             return _copies_itself(node)
         if node is placeholders[0]:  # placeholders in the order of the spec, constants as what they are
-            for tensor in tensors:
-                values[tensor] = graph.node_copy(tensor)
+            for each in given:
+                values[each] = graph.node_copy(each)
         values.update({n: leaf for n, leaf in fixed.items() if n is node})
         return True
 
@@ -127,7 +147,7 @@ def _normal(model: nn.Module, inputs: Inputs, program: ExportedProgram, exported
     module = rebuild(exported.graph, exported, model, replace, outputs=lambda graph, results: results)
     return Captured(
         graph_module=module,
-        inputs=dynamic(spec, [node.meta["val"].shape for node in tensors]),
+        inputs=dynamic(spec, [n.meta["val"].shape for n in tensors], {i: n.meta["val"] for i, n in vary.items()}),
         output_tree=program.call_spec.out_spec,
         constants=constants(module, model),
         training={path: child.training for path, child in model.named_modules()},

@@ -6,7 +6,7 @@ afterwards say what happened that no graph of tensor operators can hold; a secon
 
 import itertools
 import sys
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -127,6 +127,17 @@ def check(model: nn.Module, inputs: Inputs) -> Findings:
     )
 
 
+def refuse_kept(model: nn.Module, inputs: Inputs, functions: Sequence[type], other: Callable[[Inputs], Inputs]) -> None:
+    """Raise ``CaptureError`` where forward keeps something of what it is given, which is ``other`` in the next call."""
+    rehearsal = _Rehearsal(model, inputs, [])
+    rehearsal.functions = tuple(functions)
+    with quiet(), tracing_untold(), functions_on_fakes():
+        rehearsal.run()
+        rehearsal.run(inputs=other(rehearsal.given))
+    refuse_changes(type(model).__name__, rehearsal.between)
+    refuse_left(type(model).__name__, rehearsal.around)
+
+
 def _first(name: str, rehearsal: "_Rehearsal", functions: list[type]) -> "_Watch":
     """The first run, or with custom ``functions`` the first that does not look into them."""
     seed_all(_NOBODYS_SEED, ())  # so that a forward that sets the seed of before is seen to set one
@@ -167,7 +178,7 @@ class _Rehearsal:
         with self._explained():
             self._twin, given = fake_twin(model, self._mode), fake_inputs(inputs, self._mode)
             # A leaf that requires a gradient could not be written in place, as an input that was computed can.
-            self._given = given.changed(lambda leaf: leaf.clone() if leaf.requires_grad else leaf)
+            self.given = given.changed(lambda leaf: leaf.clone() if leaf.requires_grad else leaf)
         self._real = inputs.tensors()
         self.asked = False
         self.functions: tuple[type, ...] = ()  # what happens in them is not looked at
@@ -179,7 +190,7 @@ class _Rehearsal:
         if not self.asked:
             return ""
         try:
-            return first.differs(self.run(list(zip(self._given.tensors(), self._real, strict=True))), computing=True)
+            return first.differs(self.run(list(zip(self.given.tensors(), self._real, strict=True))), computing=True)
         except CaptureError:  # no graph can hold what it does then
             return ""
 
@@ -200,7 +211,7 @@ class _Rehearsal:
         for needed in (True, False):
             try:
                 with all_or_none(self._twin, needed):
-                    if first.differs(self.run(inputs=with_or_without(self._given, needed))):
+                    if first.differs(self.run(inputs=with_or_without(self.given, needed))):
                         return True
             except CaptureError:  # it does not run then
                 return True
@@ -211,7 +222,7 @@ class _Rehearsal:
         # Only a training step runs backward, where a checkpoint would write them once more.
         watch = _Watch({id(b) for b in self._twin.buffers()} if self._twin.training else set(), self._regions)
         self.between, self.around = Attributes(self._twin), Surroundings((self._twin,))
-        inputs = (inputs or self._given).of_a_run()
+        inputs = (inputs or self.given).of_a_run()
         leaves, nesting = tree_flatten((inputs.args, inputs.kwargs))
         reads = ReadsOfForward(self._twin)
         unseen, recall = forwards_replaced(self.functions, watch.unseen), Recall(self._mode)

@@ -27,6 +27,7 @@ from memrewrite.simulate.fake.as_seen import like_seen, note_seen
 from memrewrite.simulate.fake.stand_ins import numbers_of_rows, same_size, varied
 from memrewrite.simulate.fake.trials import Made, made_again
 from memrewrite.state.random_state import preserved_rng
+from memrewrite.torch_internals.number_inputs import of_sizes
 from memrewrite.torch_internals.pytrees import (
     TreeSpec,
     tree_flatten,
@@ -91,6 +92,8 @@ class _Kept(Returning):
 
     def __init__(self, path: str, args: Any, kwargs: Any, seen: Sequence[SeenCall]) -> None:
         super().__init__(path, (args, kwargs))
+        if not all(map(of_sizes, self.sizes)):  # nobody knows what it makes of other numbers
+            raise UnfitCallError(f"{path} is given a number that varies.", path)
         self._path, self._seen, self._first = path, seen, seen[0]
         self.ways = list(seen[0].ways)
 
@@ -176,7 +179,7 @@ def watch_calls(
     def again(other: Callable[[int, int], int], alone: bool) -> bool:
         """Whether the same calls are made in one more pass, at other sizes."""
         # Whatever forward says of other sizes: then they do not vary.
-        with suppress(Exception), _drawing_others(model, inputs):
+        with suppress(Exception), drawing_others(model, inputs):
             passes.append(_calls(modules, partial(run, other_sizes(model, inputs, ranges, other, alone))))
             return True
         return False
@@ -209,17 +212,20 @@ def _for_other_values(
     calls: Callable[[Inputs], dict[str, list[SeenCall]]],
 ) -> dict[str, list[SeenCall]]:
     """The calls at the same sizes for other values and random numbers, where they give other sizes than the first."""
-
-    def other(tensor: Tensor) -> Tensor:
-        if tensor.is_floating_point() or not tensor.dim():
-            return -tensor if tensor.dim() else tensor
-        return tensor[:1] * (torch.arange(tensor.shape[-1], device=tensor.device) % 2 == 0).expand_as(tensor)
-
-    with suppress(Exception), _drawing_others(model, inputs):  # whatever forward says of them
-        found = calls(inputs.changed(other))
+    with suppress(Exception), drawing_others(model, inputs):  # whatever forward says of them
+        found = calls(inputs.changed(other_values))
         if any([*map(_shapes, found[path])] != [*map(_shapes, first[path])] for path in found):
             return found
     return {}
+
+
+def other_values(tensor: Tensor) -> Tensor:
+    """A tensor of the same sizes with other values that a model may take; the same where there are none."""
+    if tensor.is_floating_point() or not tensor.dim():
+        return -tensor if tensor.dim() else tensor
+    if tensor.dim() == 1 and tensor.dtype != torch.bool:  # lengths stay lengths, of fewer
+        return tensor.where(tensor < 2, tensor // 2)
+    return tensor[:1] * (torch.arange(tensor.shape[-1], device=tensor.device) % 2 == 0).expand_as(tensor)
 
 
 def _once(calls: Sequence[SeenCall]) -> tuple[tuple[SeenCall, ...], ...]:
@@ -227,7 +233,7 @@ def _once(calls: Sequence[SeenCall]) -> tuple[tuple[SeenCall, ...], ...]:
 
 
 @contextmanager
-def _drawing_others(model: nn.Module, inputs: Inputs) -> Iterator[None]:
+def drawing_others(model: nn.Module, inputs: Inputs) -> Iterator[None]:
     """Meanwhile other random numbers are drawn, which may decide sizes, too."""
     tensors = [*model.parameters(), *inputs.tensors()]
     with preserved_rng(tensors):

@@ -3,17 +3,20 @@
 import ast
 import contextlib
 import inspect
+import itertools
 import linecache
 import os
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 
-from memrewrite.capture.captured import IN_CONDITIONS, InputSpec, TensorSpec
+from memrewrite.capture.captured import IN_CONDITIONS, Captured, InputSpec, NumberSpec, TensorSpec
 from memrewrite.capture.expressions import is_literal
 from memrewrite.capture.opaque import behind
 from memrewrite.capture.origin import Origin, set_origin
@@ -45,14 +48,20 @@ def bind(model: nn.Module, inputs: Inputs) -> tuple[InputSpec, list[int]]:
     except TypeError as error:
         raise CaptureError(f"The example inputs do not fit forward{signature}: {error}.") from None
     kinds = [signature.parameters[name].kind for name in bound.arguments]
-    if not kinds or inspect.Parameter.VAR_POSITIONAL in kinds or inspect.Parameter.VAR_KEYWORD in kinds:
-        names: tuple[str, ...] = ()
+    if not kinds or inspect.Parameter.VAR_POSITIONAL in kinds:
         order, spec = tree_flatten((args, kwargs))
-    else:
-        names = tuple(bound.arguments)
-        order, spec = tree_flatten(tuple(bound.arguments.values()))
+        return InputSpec((), spec, tuple(_leaf_spec(leaves[i]) for i in order)), order
+    values = dict(bound.arguments)
+    if inspect.Parameter.VAR_KEYWORD in kinds:
+        values |= values.popitem()[1]
+    order, spec = tree_flatten(tuple(values.values()))
     specs = tuple(_leaf_spec(leaves[i]) for i in order)
-    return InputSpec(names, spec, specs), order
+    in_order = [name for name, each in signature.parameters.items() if each.kind in _IN_ORDER]
+    same = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(values, in_order, strict=False))
+    return InputSpec(tuple(values), spec, specs, len([*same])), order
+
+
+_IN_ORDER = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
 
 def _untaken(model: nn.Module, given: Sequence[Any]) -> CaptureError:
@@ -68,6 +77,11 @@ def leaf_tensors(model: nn.Module, inputs: Inputs) -> list[Tensor]:
     _, order = bind(model, inputs)
     leaves = tree_leaves((inputs.args, inputs.kwargs))
     return [leaves[i] for i in order if isinstance(leaves[i], Tensor)]
+
+
+def example_of(captured: Captured, model: nn.Module, inputs: Inputs) -> list[Any]:
+    """The tensors and numbers for the placeholders of a captured graph, in order."""
+    return [*leaf_tensors(model, inputs), *(number.example for number in captured.inputs.numbers)]
 
 
 def _leaf_spec(leaf: Any) -> Any:
@@ -191,16 +205,20 @@ def is_below(path: str, above: str) -> bool:
     return not above or path == above or path.startswith(f"{above}.")
 
 
-def dynamic(spec: InputSpec, shapes: Sequence[Sequence[int | torch.SymInt]]) -> InputSpec:
+def dynamic(
+    spec: InputSpec,
+    shapes: Sequence[Sequence[int | torch.SymInt]],
+    numbers: Mapping[int, torch.SymInt | torch.SymFloat] = MappingProxyType({}),
+) -> InputSpec:
     """The spec with the sizes that a front end left symbolic named by their symbol, and what it assumed about them.
 
+    So are the ``numbers`` it left symbolic, by their places among the leaves.
     Raises ``ValueError`` where that speaks of anything else.
     """
     names = [tuple(_size(size) for size in shape) for shape in shapes]
-    symbolic = {size for shape in names for size in shape if isinstance(size, str)}
-    open_sizes = [
-        size for shape in shapes for size in shape if isinstance(size, torch.SymInt) and str(size) in symbolic
-    ]
+    symbolic = {size for shape in names for size in shape if isinstance(size, str)} | {*map(str, numbers.values())}
+    given = itertools.chain(*shapes, numbers.values())
+    open_sizes: list[Any] = [size for size in given if str(size) in symbolic]
     conditions = size_conditions(open_sizes[0]) if open_sizes else []
     nodes = (node for text in (*symbolic, *conditions) for node in ast.walk(ast.parse(text)))
     named = {node.id for node in nodes if isinstance(node, ast.Name)}
@@ -208,13 +226,17 @@ def dynamic(spec: InputSpec, shapes: Sequence[Sequence[int | torch.SymInt]]) -> 
         raise ValueError(f"a condition on sizes that are no inputs': {conditions}")
     remaining = iter(names)
     leaves = tuple(
-        TensorSpec(leaf.dtype, leaf.device_type, next(remaining)) if isinstance(leaf, TensorSpec) else leaf
-        for leaf in spec.leaves
+        TensorSpec(leaf.dtype, leaf.device_type, next(remaining))
+        if isinstance(leaf, TensorSpec)
+        else NumberSpec(str(numbers[i]), leaf)
+        if i in numbers
+        else leaf
+        for i, leaf in enumerate(spec.leaves)
     )
     fixed = (leaf.shape for leaf in spec.leaves if isinstance(leaf, TensorSpec))
     sizes = (pair for shape, sizes in zip(names, fixed, strict=True) for pair in zip(shape, sizes, strict=True))
     example = {name: size for name, size in sizes if isinstance(name, str) and isinstance(size, int)}
-    return InputSpec(spec.parameters, spec.tree, leaves, tuple(conditions), tuple(example.items()))
+    return replace(spec, leaves=leaves, conditions=tuple(conditions), example=tuple(example.items()))
 
 
 def _size(size: int | torch.SymInt) -> int | str:

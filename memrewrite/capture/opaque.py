@@ -10,7 +10,7 @@ what any node does. For submodules see ``kept_calls``.
 
 import operator
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
@@ -83,6 +83,25 @@ class Traced(ABC):
 class Returning(Traced):
     """A call that gives something."""
 
+    varying = (torch.SymInt, torch.SymFloat)
+
+    def told(self) -> tuple[list[Tensor], list[Any]]:
+        """Tensors and sizes for the operator: a fraction is a tensor of it there, as no operator has lists of these."""
+        fractions = (each for each in self.sizes if isinstance(each, torch.SymFloat))
+        made = [torch.ops.aten.scalar_tensor.default(each, dtype=torch.float64) for each in fractions]
+        return [*self.tensors, *made], [each for each in self.sizes if isinstance(each, torch.SymInt)]
+
+    def taken(self, tensors: Sequence[Any], sizes: Sequence[Any], fractions: Iterable[Any]) -> tuple[Any, Any]:
+        """Its own tensors and sizes among those of the operator, with these for the fractions."""
+        whole, parts = iter(sizes), iter(fractions)
+        varying = [next(parts) if isinstance(each, torch.SymFloat) else next(whole) for each in self.sizes]
+        return tensors[: len(self.tensors)], varying
+
+    def given(self, node: fx.Node) -> tuple[Sequence[Any], Sequence[Any]]:
+        """The tensors, sizes and fractions that the operator is given."""
+        tensors, sizes = super().given(node)
+        return self.taken(tensors, sizes, [each.args[0] for each in tensors[len(self.tensors) :]])
+
     @abstractmethod
     def run(self, tensors: Sequence[Tensor], sizes: Sequence[Any]) -> list[Tensor]:
         """The tensors that it returns, on fake ones."""
@@ -142,7 +161,7 @@ class Opaque:
 
     def called(self, call: Returning) -> Any:
         """What a call returns, as an operator of the graph."""
-        return call.returned(iter(torch.ops.memrewrite.opaque(call.tensors, call.sizes, self.number_of(call))))
+        return call.returned(iter(torch.ops.memrewrite.opaque(*call.told(), self.number_of(call))))
 
     def number_of(self, call: Traced) -> int:
         """The number of a call that is now traced."""
@@ -162,9 +181,10 @@ class Opaque:
 
     def _settle(self, node: fx.Node, of_a_region: bool) -> None:
         call = self.traced[_number(node)]
+        given = call.given(node)
         with node.graph.inserting_before(node):
-            made = call.node(node.graph, *call.given(node))
-        if set(made.all_input_nodes) != set(node.all_input_nodes):
+            made = call.node(node.graph, *given)
+        if set(made.all_input_nodes) != {each for part in given for each in part if isinstance(each, fx.Node)}:
             raise CaptureError(f"The {call.name} is given tensors in something else than lists and dictionaries.")
         if of_a_region and made.op == "call_module":
             raise CaptureError(f"{call.name} is called in a region of its own, without gradients or under autocast.")
@@ -177,7 +197,10 @@ class Opaque:
                 value.meta = dict(pick.meta)
             pick.replace_all_uses_with(value)
             node.graph.erase_node(pick)
+        inputs = node.all_input_nodes
         node.graph.erase_node(node)
+        for tensor in {*inputs} - {*made.all_input_nodes}:  # of fractions
+            node.graph.erase_node(tensor)
 
 
 def _number(node: fx.Node) -> int:
@@ -205,7 +228,7 @@ def _on_fakes(tensors: list[Tensor], sizes: list[Any], number: int) -> list[Tens
     if not isinstance(call, Returning):
         raise InternalError(f"{call.name} gives nothing.")
     with torch.no_grad():
-        return call.run(tensors, sizes)
+        return call.run(*call.taken(tensors, sizes, [each for each in call.sizes if isinstance(each, torch.SymFloat)]))
 
 
 @contextmanager

@@ -4,7 +4,7 @@ import ast
 import itertools
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,16 +12,19 @@ from torch import Tensor, nn
 from torch.export import Dim
 
 from memrewrite.capture.assumptions import Assumptions
-from memrewrite.capture.captured import IN_CONDITIONS, Captured, InputSpec, TensorSpec
+from memrewrite.capture.captured import IN_CONDITIONS, Captured, InputSpec, NumberSpec, TensorSpec
 from memrewrite.capture.normal import batch_size, bind
 from memrewrite.records.errors import FixedSizeError
 from memrewrite.records.ranges import Range
-from memrewrite.torch_internals.pytrees import tree_leaves, tree_map
+from memrewrite.torch_internals.pytrees import tree_flatten, tree_leaves, tree_map
 from memrewrite.workload.ranges import per_token, positions
 from memrewrite.workload.step import Inputs
 
-Shapes = Callable[[Mapping[str, Any]], Any]
-"""From the arguments of forward by name to which of their sizes vary, as export takes it; None where none does."""
+Shapes = Callable[[Mapping[str, Any], Collection[int]], Any]
+"""Which sizes vary, as export takes it, and the numbers at these positions; None where nothing does.
+
+The arguments of forward, by name, are positions among the leaves of the inputs.
+"""
 _ADVICE = "let it work with any, or leave the range out."
 _TRIED = 4096  # sizes of a range that conditions are looked at for
 _TRIED_UNASKED = 256  # of one that nobody named
@@ -33,6 +36,7 @@ def attempts(inputs: Inputs, ranges: Sequence[Range], elsewhere: Inputs | None) 
     Before all that, the sizes that differ from those of the inputs ``elsewhere``, whose tensors may be in words.
     """
     batch = batch_size(inputs)
+    leaves = tree_leaves((inputs.args, inputs.kwargs))
     differing = _differing(inputs, elsewhere) if elsewhere is not None else {}
 
     def batches(leaf: Any) -> Any:
@@ -42,20 +46,39 @@ def attempts(inputs: Inputs, ranges: Sequence[Range], elsewhere: Inputs | None) 
         return dict.fromkeys(range(leaf.dim()), Dim.AUTO) if per_token(leaf) else batches(leaf)
 
     if any(differing.values()):
-        yield lambda arguments: _shapes(arguments, lambda leaf: differing.get(id(leaf)) or None, ranges)
+        yield _shapes(leaves, lambda leaf: differing.get(id(leaf)) or None, ranges)
     if any(map(per_token, inputs.tensors())):
-        yield lambda arguments: _shapes(arguments, lengths, ranges)
+        yield _shapes(leaves, lengths, ranges)
     if batch is not None:
-        yield lambda arguments: _shapes(arguments, batches, ranges)
-    yield lambda arguments: _shapes(arguments, lambda leaf: None, ranges) if ranges else None
+        yield _shapes(leaves, batches, ranges)
+    nothing = _shapes(leaves, lambda leaf: None, ranges)
+    yield lambda arguments, numbers: nothing(arguments, numbers) if ranges or numbers else None
 
 
-def _shapes(arguments: Mapping[str, Any], dims: Callable[[Any], Any], ranges: Sequence[Range]) -> Any:
-    found = tree_map(dims, dict(arguments))
-    for each in ranges:
-        varies = Dim.AUTO(min=max(2, each.least))
-        found[each.name] = {**(found[each.name] or {}), each.dim: varies}
-    return found
+def _shapes(leaves: Sequence[Any], dims: Callable[[Any], Any], ranges: Sequence[Range]) -> Shapes:
+    def shapes(arguments: Mapping[str, Any], numbers: Collection[int]) -> Any:
+        whole = {i for i in numbers if isinstance(leaves[i], int)}  # of others export knows nothing
+        found = tree_map(lambda i: Dim.AUTO if i in whole else dims(leaves[i]), _listed(dict(arguments)))
+        for each in ranges:
+            varies = Dim.AUTO(min=max(2, each.least))
+            found[each.name] = {**(found[each.name] or {}), each.dim: varies}
+        return found
+
+    return shapes
+
+
+def _listed(tree: Any) -> Any:
+    """A nested value with lists in the place of what classes of the user's hold, of which export asks for that."""
+
+    def is_own(each: Any) -> bool:
+        return not isinstance(each, dict | list | tuple | int)
+
+    def listed(each: Any) -> Any:
+        if not is_own(each):
+            return each
+        return _listed(tree_flatten(each, is_leaf=lambda inner: inner is not each)[0])
+
+    return tree_map(listed, tree, is_leaf=is_own)
 
 
 def _differing(inputs: Inputs, elsewhere: Inputs) -> dict[int, dict[int, Any]]:
@@ -102,6 +125,7 @@ def ranged(
     spec = replace(captured.inputs, ranges=tuple(found))
     varying = _varying(spec, {position: name for name, position in places.items()}, order)
     words = {size: f"{each.name}.size({each.dim})" for size, each in varying.items()}
+    words |= {leaf.name: name for name, leaf in _named(spec) if isinstance(leaf, NumberSpec)}
     _refuse_fixed(spec, type(model).__name__, words, noted)
     others = [(size, each) for size, each in varying.items() if size not in dict(spec.ranges)]
     notes = _notes(replace(spec, ranges=(*spec.ranges, *others)), words)
@@ -143,7 +167,7 @@ def _refuse_fixed(spec: InputSpec, model: str, words: Mapping[str, str], noted: 
 
 def _leaves_others(spec: InputSpec, symbol: str, text: str) -> bool:
     """Whether a condition holds for a size that is not the example's."""
-    holds, most = _function(spec, text), dict(spec.example)[symbol]
+    holds, most = function(spec, text), dict(spec.example)[symbol]
     return any(sizes[symbol] < most and holds(**sizes) for sizes in _sizes(spec, symbol, falling=True))
 
 
@@ -166,7 +190,7 @@ def _telling(spec: InputSpec) -> list[str]:
     known: dict[str, Callable[..., bool]] = {}
     for text in sorted(spec.conditions, key=len):  # shorter ones are easier to read
         if _excludes(spec, text, known.values()):
-            known[text] = _function(spec, text)
+            known[text] = function(spec, text)
     for text in [*known]:
         holds = known.pop(text)
         if _excludes(spec, text, known.values()):
@@ -176,7 +200,7 @@ def _telling(spec: InputSpec) -> list[str]:
 
 def _excludes(spec: InputSpec, text: str, others: Iterable[Callable[..., bool]]) -> bool:
     """Whether a condition excludes sizes in the ranges that all others hold for."""
-    holds, others = _function(spec, text), [*others]
+    holds, others = function(spec, text), [*others]
     in_it = [symbol for symbol in dict.fromkeys(symbol for symbol, _ in spec.ranges) if symbol in _names(text)]
     tried = (sizes for symbol in in_it for sizes in _sizes(spec, symbol, falling=False))
     return any(not holds(**sizes) and all(other(**sizes) for other in others) for sizes in tried)
@@ -201,14 +225,15 @@ def _sizes(spec: InputSpec, symbol: str, falling: bool) -> Iterator[Mapping[str,
             yield {**example, **away, symbol: size}
 
 
-def _function(spec: InputSpec, text: str) -> Callable[..., bool]:
-    """A condition as a function of the sizes by name; not met where it divides by zero."""
-    names = ", ".join(name for name, _ in spec.example)
+def function(spec: InputSpec, text: str) -> Callable[..., bool]:
+    """A condition as a function of the sizes and numbers by name; not met where it divides by zero."""
+    numbers = {number.name: number.example for number in spec.numbers}
+    names = ", ".join({**dict(spec.example), **numbers})
     asked = eval(f"lambda {names}: {text}", {"math": math})  # noqa: S307  (tracing's own text)
 
-    def holds(**sizes: int) -> bool:
+    def holds(**sizes: float) -> bool:
         try:
-            return bool(asked(**sizes))
+            return bool(asked(**{**numbers, **sizes}))
         except ZeroDivisionError:
             return False
 
@@ -224,6 +249,12 @@ def _varying(spec: InputSpec, names: Mapping[int, str], order: Sequence[int]) ->
                 name, most = names.get(position, "an input"), dict(spec.example)[size]
                 found.setdefault(size, Range(name, dim, 1, most, implied=True))
     return found
+
+
+def _named(spec: InputSpec) -> Iterable[tuple[str, Any]]:
+    """The leaves, and the names of the arguments that they are."""
+    names = spec.parameters if len(spec.parameters) == len(spec.leaves) else ("a number",) * len(spec.leaves)
+    return zip(names, spec.leaves, strict=True)
 
 
 def _in_words(text: str, words: Mapping[str, str]) -> str:

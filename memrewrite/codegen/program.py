@@ -1,22 +1,21 @@
 """What a generated program says of itself beside its code: the calls it is right for, and what it promises."""
 
-from memrewrite.capture.captured import Captured, TensorSpec
+from typing import Any
+
+from memrewrite.capture.captured import Captured, NumberSpec, TensorSpec
 from memrewrite.capture.expressions import Trees, literal, nested
 from memrewrite.plan.marks import Marks
+from memrewrite.runtime.matching import name_of_class
 
 
 def program(captured: Captured, prefix: str, marks: Marks) -> str:
     """The statement that makes the ``Program`` of a captured graph, whose function is there already."""
-    leaves = [
-        f"({leaf.dtype}, {leaf.device_type!r}, {leaf.shape!r})"
-        if isinstance(leaf, TensorSpec)
-        else f"('constant', {literal(leaf)})"
-        for leaf in captured.inputs.leaves
-    ]
+    leaves = [*map(_leaf, captured.inputs.leaves)]
     trees = Trees(f"{prefix}INPUT_")
     tree = nested(captured.inputs.tree, ["0"] * captured.inputs.tree.num_leaves, trees)
     shapes = [leaf.shape for leaf in captured.inputs.leaves if isinstance(leaf, TensorSpec)]
-    sizes = sorted({size for shape in shapes for size in shape if isinstance(size, str)})
+    numbers = {number.name for number in captured.inputs.numbers}
+    sizes = sorted({size for shape in shapes for size in shape if isinstance(size, str)} | numbers)
     conditions = " and ".join(f"({condition})" for condition in captured.inputs.conditions)
     fits = f"\n    fits=lambda {', '.join(sizes)}: {conditions}," if conditions else ""
     planned = f"\n    planned={dict(marks.holds_for or captured.inputs.example)!r}," if captured.inputs.example else ""
@@ -35,6 +34,7 @@ def program(captured: Captured, prefix: str, marks: Marks) -> str:
 
 {constants}PROGRAM = Program(
     names={captured.inputs.parameters!r},
+    positional={captured.inputs.positional},
     tree=tree_structure({tree}),
     leaves=({"".join(leaf + ", " for leaf in leaves)}),
     training={captured.training!r},
@@ -50,6 +50,16 @@ def program(captured: Captured, prefix: str, marks: Marks) -> str:
     run={prefix}graph,{fits}{planned}{ranges}{promise}{shared}{gradients}{returns}{divided}{tied}
 )
 """
+
+
+def _leaf(leaf: Any) -> str:
+    """How a program says what an input must be."""
+    if isinstance(leaf, TensorSpec):
+        return f"({leaf.dtype}, {leaf.device_type!r}, {leaf.shape!r})"
+    if isinstance(leaf, NumberSpec):
+        return f"('number', {type(leaf.example).__name__}, {leaf.name!r})"
+    own = type(leaf).__module__ not in ("builtins", "torch")  # an enum's or NumPy's
+    return f"('constant', {literal(leaf)}{f', {name_of_class(type(leaf))!r}' if own else ''})"
 
 
 def _same(look: str) -> str:

@@ -120,7 +120,8 @@ class _Writer:
         nodes = computing(graph.nodes)
         (output,) = graph.find_nodes(op="output")
         parameters = [self.name(node) for node in graph.find_nodes(op="placeholder")]
-        lines = [f"make_room({', '.join([str(self.marks.room), *parameters])})"] * bool(self.marks.room)
+        tensors = parameters[: len(parameters) - len(self.captured.inputs.numbers)]
+        lines = [f"make_room({', '.join([str(self.marks.room), *tensors])})"] * bool(self.marks.room)
         lines += self.body(nodes, 0, output.all_input_nodes)
         leaves = [self.returned(i, v) for i, v in enumerate(output.args[0])]
         result = f"return {nested(self.captured.output_tree, leaves, self.trees)}"

@@ -27,6 +27,7 @@ from memrewrite.optimizing.by_size import noted
 from memrewrite.records.attached import attach, report_of
 from memrewrite.records.errors import UsageError
 from memrewrite.records.mesh import Ddp
+from memrewrite.runtime.dropin import programs
 from memrewrite.state.attributes import Attributes
 from memrewrite.state.containers import contents, is_container, put_back
 from memrewrite.state.random_state import preserved_rng
@@ -109,7 +110,7 @@ def _optimized(trainer: Trainer, longest: int | None, options: dict[str, Any]) -
     result = optimize(trainer.model, call.args, example_kwargs=call.kwargs, **step)
     planned_for(result, call, name, why)
     batch = batches[0][0] if isinstance(batches[0][0], Mapping) else ()
-    if numbers := [key for key, value in call.kwargs.items() if type(value) is int and key in batch]:
+    if numbers := [key for key in _fixed(result, call.kwargs) if key in batch]:
         note = (
             f"Batches in which {', '.join(numbers)} are other numbers run the original forward; let the collator leave "
         )
@@ -118,6 +119,15 @@ def _optimized(trainer: Trainer, longest: int | None, options: dict[str, Any]) -
         note = f"{type(trainer).__name__}.compute_loss gives the model no labels, and its loss is not in the step; "
         attach(noted(report_of(result), f"{note}give it as loss_fn.", result), result)
     return result
+
+
+def _fixed(result: OptimizedModule, given: Mapping[str, Any]) -> list[str]:
+    """The names of numbers that the program is for as they are."""
+    program = programs(result).get("")
+    names = [name for name, value in given.items() if type(value) is int]
+    if program is None or len(program.names) != len(program.leaves):
+        return names
+    return [name for name in names if dict(zip(program.names, program.leaves, strict=True))[name][0] == "constant"]
 
 
 def _computes_another(trainer: Trainer) -> bool:

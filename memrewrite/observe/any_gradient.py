@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
@@ -14,7 +15,7 @@ from memrewrite.targets.eager import EAGER, Target
 def observe_trained(
     module: nn.Module,
     graph_module: fx.GraphModule,
-    example: list[Tensor],
+    example: list[Any],
     step_effects: Effects,
     amp: torch.dtype | None = None,
     grad: bool = True,
@@ -27,7 +28,7 @@ def observe_trained(
     frozen, as PyTorch demands.
     Raises ``CaptureError`` where the model itself does not run so: it writes one of several views of an input, say.
     """
-    leaves = [t.detach().requires_grad_(_differentiable(t)) for t in example]
+    leaves = [t.detach().requires_grad_(_differentiable(t)) if isinstance(t, Tensor) else t for t in example]
     with _all_trained(module, _written(step_effects)):
         try:
             return observe(graph_module, leaves, amp, grad, target, before)

@@ -102,13 +102,13 @@ class Effects:
 
 def observe(
     graph_module: fx.GraphModule,
-    example: list[Tensor],
+    example: list[Any],
     amp: torch.dtype | None = None,
     grad: bool = True,
     target: Target = EAGER,
     before: Effects | None = None,
 ) -> Effects:
-    """Run every node once on fake copies of ``example`` (one tensor per placeholder) and record what it does.
+    """Run every node once on fake copies of ``example`` (a tensor or number per placeholder) and record what it does.
 
     ``grad`` False observes it under ``torch.no_grad``, where nothing is saved; what runs, and what it counts as, is up
     to ``target``. ``before`` are the effects that some of the nodes had in another graph, for the same target: those
@@ -125,17 +125,14 @@ def observe(
 def _observed(
     before: Runs,
     graph_module: fx.GraphModule,
-    example: list[Tensor],
+    example: list[Any],
     amp: torch.dtype | None,
     grad: bool,
     target: Target,
 ) -> Effects:
-    device = next((t.device.type for t in (*graph_module.parameters(), *example)), "cpu")
+    device = next((t.device.type for t in (*graph_module.parameters(), *tensors_in(example))), "cpu")
     observer = _Observer(graph_module, target, device, before)
-    # A model may write its inputs in place; PyTorch forbids that for leaves that require a gradient, hence the clone.
-    # Detached, because the conversion would also copy .grad and the history of a non-leaf.
-    fakes = [observer.fake.from_tensor(t.detach()).requires_grad_(t.requires_grad) for t in example]
-    inputs = [observer.known(fake.clone() if fake.requires_grad else fake, "input") for fake in fakes]
+    inputs = [observer.given(value) if isinstance(value, Tensor) else value for value in example]
     with (
         surroundings_put_back((graph_module,)),  # what it calls is the user's code
         running_on_fakes(observer.fake, target),
@@ -181,6 +178,15 @@ class _Observer(fx.Interpreter):
         for buffer in twin.buffers():
             self.known(buffer, "buffer")
         return twin
+
+    def given(self, tensor: Tensor) -> Tensor:
+        """A fake of an input.
+
+        A model may write its inputs in place; PyTorch forbids that for leaves that require a gradient, hence the clone.
+        Detached, because the conversion would also copy .grad and the history of a non-leaf.
+        """
+        fake = self.fake.from_tensor(tensor.detach()).requires_grad_(tensor.requires_grad)
+        return self.known(fake.clone() if fake.requires_grad else fake, "input")
 
     def known(self, fake: Tensor, origin: Origin) -> Tensor:
         """Note a fake tensor that is there before the graph runs."""

@@ -46,7 +46,7 @@ class Watermarks:
 
 def watermarks(
     graph_module: fx.GraphModule,
-    example: list[Tensor],
+    example: list[Any],
     step: Step,
     loss_of: LossOf | None = None,
 ) -> dict[fx.Node, Watermarks]:
@@ -56,7 +56,7 @@ def watermarks(
     of its own. Autocast keeps no casts of weights, as in segments. No real memory is touched.
     """
     held = step.targets(graph_module, Inputs(tuple(example), {})).buffers
-    with preserved_rng([*graph_module.parameters(), *example]), put_back(held):
+    with preserved_rng([*graph_module.parameters(), *tensors_in(example)]), put_back(held):
         try:
             return _watermarks(graph_module, example, step, loss_of)
         except FAKE_TENSOR_ERRORS:
@@ -66,15 +66,15 @@ def watermarks(
 
 
 def _watermarks(
-    graph_module: fx.GraphModule, example: list[Tensor], step: Step, loss_of: LossOf | None
+    graph_module: fx.GraphModule, example: list[Any], step: Step, loss_of: LossOf | None
 ) -> dict[fx.Node, Watermarks]:
-    device = next((t.device for t in (*graph_module.parameters(), *example)), torch.device("cpu"))
+    device = next((t.device for t in (*graph_module.parameters(), *tensors_in(example))), torch.device("cpu"))
     transients = step.target.transients(device)
     given = Inputs(tuple(example), {})
     with on_fakes(graph_module, given, step.target) as (twin, fakes), TrueResults(step.target):
         # A model may write its inputs in place; PyTorch forbids that for leaves that require a gradient.
-        inputs = [fake.clone() if fake.requires_grad else fake for fake in fakes.tensors()]
-        before = [*twin.parameters(), *twin.buffers(), *inputs, *_waiting(twin, step)]
+        inputs = [fake.clone() if isinstance(fake, Tensor) and fake.requires_grad else fake for fake in fakes.args]
+        before = [*twin.parameters(), *twin.buffers(), *tensors_in(inputs), *_waiting(twin, step)]
         watch = _Watch(device.type, transients, before, step.target)
         runner = _Runner(twin, graph_module.graph, watch)
         plain = step.mesh is None and not step.target.fuses

@@ -85,7 +85,7 @@ def _none(why: str) -> PeaksBySize:
 
 
 def _vary(leaves: tuple[Any, ...]) -> bool:
-    return any(isinstance(size, str) for spec in leaves if spec[0] != "constant" for size in spec[2])
+    return any(isinstance(size, str) for spec in leaves if spec[0] not in ("constant", "number") for size in spec[2])
 
 
 def _lengths_first(places: list[Place]) -> list[Place]:

@@ -9,7 +9,7 @@ import functools
 import inspect
 import itertools
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -17,12 +17,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_structure, tree_unflatten, treespec_loads
 
-from memrewrite.runtime.differences import Owners, described, divided, exported, owners_of, parted, sizes_of, surrounded
+from memrewrite.runtime.differences import Owners, exported, owners_of, parted, surrounded
 from memrewrite.runtime.guards import Guards, Noted, Reads
+from memrewrite.runtime.matching import match, numbers_of, values_of
 from memrewrite.runtime.operations import AROUND_NODES, IN_GRAPHS
 from memrewrite.runtime.plain_values import as_bytes
 from memrewrite.runtime.promise import Call, Promise
-from memrewrite.runtime.segment import OWN, autocast_dtype
+from memrewrite.runtime.segment import OWN
 from memrewrite.runtime.texts import run_text
 
 _PROGRAMS: dict[str, "Program"] = {}
@@ -33,10 +34,12 @@ Returns = Literal["all", "lazy", "loss"]
 class Program:
     """The generated code of one model and the calls it is right for.
 
-    ``names`` are the parameters of forward the example call filled; ``tree`` is the structure of their values;
-    ``leaves`` has one entry per leaf: ``(dtype, device type, sizes)`` of a tensor, sizes being ints or, where they may
-    vary, names, or ``("constant", value)``. ``training`` maps submodule paths to the training flag they were captured
-    with, ``differentiable`` says whether calls may record for backward, ``dtype`` is that of the first parameter;
+    ``names`` are the parameters of forward the example call filled, of which so many as are ``positional`` may be given
+    without their names; ``tree`` is the structure of their values; ``leaves`` has one entry per leaf: ``(dtype, device
+    type, sizes)`` of a tensor, sizes being ints or, where they may vary, names, ``("number", type, name)`` of a number
+    that may vary, or ``("constant", value)``, which has the name of its class, too, if that is an enum or the like.
+    ``training`` maps submodule paths to the training flag they were captured with, ``differentiable`` says whether
+    calls may record for backward, ``dtype`` is that of the first parameter;
     ``autocast`` is the type it has to cast to, None where there may be none, "any" where that does not matter. ``fits``
     says of named sizes whether forward takes the path that was captured, ``reads`` which attributes it read, ``look``
     gives what code that is traced compares of them, and ``same`` says whether that is still so: step by step, as what
@@ -51,6 +54,7 @@ class Program:
     """
 
     names: tuple[str, ...]
+    positional: int
     tree: TreeSpec
     leaves: tuple[Any, ...]
     training: dict[str, bool]
@@ -133,7 +137,7 @@ class Own:
     def check_sizes(self, program: Program, tensors: list[Tensor], call: Call) -> None:
         """Let the promise look at the sizes of a call that records for backward, or that was planned not to."""
         if program.planned and (torch.is_grad_enabled() or not program.differentiable):
-            shapes = (spec[2] for spec in program.leaves if spec[0] != "constant")
+            shapes = (spec[2] for spec in program.leaves if spec[0] not in ("constant", "number"))
             named = (zip(shape, tensor.shape, strict=True) for tensor, shape in zip(tensors, shapes, strict=True))
             sizes = {name: size for pairs in named for name, size in pairs if isinstance(name, str)}
             self.promise.check(sizes, 6, call)
@@ -269,7 +273,7 @@ def _subclass(base: type[nn.Module], program: Program, replaced: Forward | None)
             kept.follow(tensors)
             if kept.promise.budget is not None and not torch.compiler.is_compiling():
                 kept.check_sizes(program, tensors, (self, args, kwargs))
-            return program.run(self, *tensors)
+            return program.run(self, *tensors, *(n for _, n in numbers_of(program, args, kwargs)))
         reason = reason if tensors is None else "it was captured in eval mode, for calls under torch.no_grad()"
         if reason:
             call = None if torch.compiler.is_compiling() or _changed(self) else (self, args, kwargs)
@@ -311,23 +315,18 @@ def accept(
         return None, ""
     if reason := _changed(module):
         return None, reason
-    values: Any = named_values(program.names, args, kwargs) if program.names else (args, kwargs)
+    values = values_of(program, args, kwargs)
     if values is None:
         return None, f"it was captured for a call with {', '.join(program.names)}"
     leaves, tree = tree_flatten(values)
     if tree != program.tree:
         return None, "the inputs are nested differently than at capture"
-    return _match(program, module, leaves)
+    return match(program, module, leaves)
 
 
 def _trains(module: nn.Module, tensors: list[Tensor]) -> bool:
     """Whether this call records anything for backward."""
     return torch.is_grad_enabled() and any(t.requires_grad for t in itertools.chain(tensors, module.parameters()))
-
-
-def gradients_now(module: nn.Module, tensors: Iterable[Tensor]) -> tuple[bool, ...]:
-    """Whether gradients are on, and of each input and parameter whether it needs one."""
-    return (torch.is_grad_enabled(), *(t.requires_grad for t in itertools.chain(tensors, module.parameters())))
 
 
 def _changed(module: nn.Module) -> str:
@@ -343,58 +342,3 @@ def _changed(module: nn.Module) -> str:
         return _NOT_OURS
     changed = kept.broken or ("" if guards.hold() else guards.changed())
     return changed or parted(kept.owners, kind._memrewrite.tied) or surrounded()
-
-
-def named_values(names: tuple[str, ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...] | None:
-    """The values of the named parameters in order, None when the call fills others."""
-    if len(args) + len(kwargs) != len(names) or any(name not in kwargs for name in names[len(args) :]):
-        return None
-    return (*args, *(kwargs[name] for name in names[len(args) :]))
-
-
-def _match(program: Program, module: nn.Module, leaves: list[Any]) -> tuple[list[Tensor] | None, str]:
-    tensors: list[Tensor] = []
-    sizes: dict[str, int] = {}
-    names = program.names if len(program.names) == len(leaves) else itertools.repeat("an argument", len(leaves))
-    for name, leaf, spec in zip(names, leaves, program.leaves, strict=True):
-        if spec[0] == "constant":
-            if type(leaf) is not type(spec[1]) or leaf != spec[1]:
-                return None, f"{name} is {leaf!r}, captured as {spec[1]!r}"
-            continue
-        dtype, device, shape = spec
-        fits = isinstance(leaf, Tensor) and (leaf.device.type, leaf.dim()) == (device, len(shape))
-        if not fits or (leaf.dtype != dtype and not _cast_anyway(leaf, dtype)):
-            return None, f"an input is {described(leaf)}, captured as {dtype} {tuple(shape)} on {device}"
-        for size, expected in zip(leaf.shape, shape, strict=True):
-            if isinstance(expected, str):
-                what, least, most = program.ranges.get(expected, ("", 0, 0))
-                if size < least:
-                    return None, f"{what} is {size}, and the range that was asked for is {least} to {most}"
-                if size < 2 or sizes.setdefault(expected, size) != size:
-                    return None, f"an input is {described(leaf)}, captured as {tuple(shape)}"
-            elif size != expected:
-                return None, f"an input is {described(leaf)}, captured as {tuple(shape)}"
-        tensors.append(leaf)
-    if any(leaves[i] is not leaves[k] for i, k in program.shared):
-        return None, "inputs are tensors of their own that were one tensor at capture, for which forward asks"
-    if not program.fits(**sizes):
-        shapes = ", ".join(dict.fromkeys(map(sizes_of, tensors)))
-        return None, f"for inputs of {shapes} forward takes another path than at capture"
-    weight = next(module.parameters(), None)
-    of_units: Guards | None = getattr(type(module), OWN).guards  # where the first one may not be gathered by now
-    if weight is not None and weight.dtype != program.dtype and not (of_units and of_units.gathered):
-        return None, f"the parameters are {weight.dtype}, captured as {program.dtype}"
-    if program.divided and not divided(getattr(type(module), OWN).owners, program.divided):
-        return None, f"{program.divided} is whole, and was planned for after parallelize_module"
-    if program.autocast != "any":
-        now = autocast_dtype(next((t.device.type for t in (weight, *tensors) if t is not None), "cpu"))
-        if now != program.autocast:
-            return None, f"it depends on autocast, which casts to {now} now and to {program.autocast} at capture"
-    if program.gradients is not None and program.gradients != gradients_now(module, tensors):
-        return None, "it asks whether tensors need gradients, and others do now than at capture"
-    return tensors, ""
-
-
-def _cast_anyway(leaf: Tensor, dtype: torch.dtype) -> bool:
-    """Whether autocast makes of this input what it makes of one of ``dtype`` (values between regions are its own)."""
-    return leaf.is_floating_point() and dtype.is_floating_point and torch.is_autocast_enabled(leaf.device.type)

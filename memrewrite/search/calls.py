@@ -5,12 +5,14 @@ from collections import defaultdict
 from collections.abc import Collection, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from types import CodeType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from memrewrite.capture.kept_calls import drawing_others, other_values
 from memrewrite.capture.other_sizes import apart, other_sizes
 from memrewrite.records.lines import in_checkpoint
 from memrewrite.records.mesh import Fsdp
@@ -21,7 +23,7 @@ from memrewrite.search.forward_runs import forward_once, with_or_without
 from memrewrite.search.kept import fused
 from memrewrite.simulate.fake.constant_values import is_asked_for
 from memrewrite.torch_internals.custom_functions import custom_functions
-from memrewrite.torch_internals.pytrees import tensors_in, tree_flatten, tree_map
+from memrewrite.torch_internals.pytrees import tensors_in, tree_flatten, tree_leaves, tree_map, tree_unflatten
 from memrewrite.torch_internals.spread import is_sparse_or_nested
 from memrewrite.workload.step import Inputs, Step
 
@@ -73,14 +75,14 @@ class Call:
 
 
 def record(model: nn.Module, inputs: Inputs, step: Step) -> dict[nn.Module, list[Call]]:
-    """What every submodule is called with in one forward pass, and where sizes of inputs are others."""
+    """What every submodule is called with in one forward pass, and where inputs have other values, or other sizes."""
     found = with_or_without(lambda grad: _calls(model, inputs, step, grad))
     if step.mesh is not None:  # of whose processes each has sizes of its own
         return found
-    with suppress(Exception):  # whatever forward says of other sizes: then they do not vary
-        others = other_sizes(model, inputs, (), apart)
-        further = with_or_without(lambda grad: _calls(model, others, step, grad))
-        found.update({module: _paired(calls, further[module]) for module, calls in found.items()})
+    for others in (partial(inputs.changed, other_values), partial(other_sizes, model, inputs, (), apart)):
+        with suppress(Exception), drawing_others(model, inputs):  # whatever forward says of these: then nothing varies
+            further = with_or_without(partial(_calls, model, others(), step))
+            found.update({module: _paired(calls, further[module]) for module, calls in found.items()})
     return found
 
 
@@ -89,7 +91,25 @@ def _paired(calls: list[Call], further: list[Call]) -> list[Call]:
     if [_kind(call) for call in calls] != [_kind(call) for call in further]:
         return calls
     pairs = zip(calls, further, strict=True)
-    return [replace(call, elsewhere=Inputs(other.args, other.kwargs)) for call, other in pairs]
+    return [replace(call, elsewhere=_elsewhere(call, other)) for call, other in pairs]
+
+
+def _elsewhere(call: Call, other: Call) -> Inputs:
+    """What another call was given, in which sizes that are the call's are those that it was seen with before."""
+    given = other.args, other.kwargs
+    if call.elsewhere is None:
+        return Inputs(*given)
+    seen = iter(tree_leaves((call.elsewhere.args, call.elsewhere.kwargs)))
+    leaves, tree = tree_flatten((call.args, call.kwargs))
+    found = [_of_both(*each) for each in zip(leaves, seen, tree_leaves(given), strict=True)]
+    return Inputs(*tree_unflatten(found, tree))
+
+
+def _of_both(first: Any, seen: Any, other: Any) -> Any:
+    if not isinstance(first, TensorLike):
+        return other
+    sizes = zip(first.shape, seen.shape, other.shape, strict=True)
+    return replace(other, shape=tuple(before if now == size else now for size, before, now in sizes))
 
 
 def _kind(call: Call) -> Any:

@@ -13,12 +13,13 @@ from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from functools import partial
 from types import MappingProxyType
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from memrewrite.capture import Captured, KeptCalls, TensorSpec, capture
-from memrewrite.capture.normal import bind, is_below, leaf_tensors
+from memrewrite.capture.normal import bind, example_of, is_below
 from memrewrite.capture.origin import origin, set_origin
 from memrewrite.capture.shared import note_read_elsewhere
 from memrewrite.capture.varying import length_left
@@ -68,9 +69,9 @@ class Region:
     prefix: str = ""
 
     @property
-    def example(self) -> list[Tensor]:
-        """Tensors like those of the graph's placeholders, in order."""
-        return leaf_tensors(self.module, self.inputs())
+    def example(self) -> list[Any]:
+        """Tensors and numbers like those of the graph's placeholders, in order."""
+        return example_of(self.captured, self.module, self.inputs())
 
 
 @dataclass(frozen=True)
@@ -319,7 +320,7 @@ def _captured(
     """
     captured = capture(module, inputs, amp=step.amp, kept=kept, ranges=ranges, elsewhere=elsewhere)
     captured = replace(captured, differentiable=step.mode == "train")
-    note_what_repeats(captured.graph_module, leaf_tensors(module, inputs), step, once)
+    note_what_repeats(captured.graph_module, example_of(captured, module, inputs), step, once)
     if note := names_of_operators(captured.graph_module):
         captured = replace(captured, notes=(*captured.notes, note))
     source, constants = generate(captured)

@@ -34,10 +34,8 @@ class _Runs:
 
 
 @preserved_everywhere()
-def note_what_repeats(
-    graph_module: fx.GraphModule, example: list[Tensor], step: Step, once: Collection[str] = ()
-) -> None:
-    """Say of each call that nobody looks into, given one tensor per placeholder, whether it may run again.
+def note_what_repeats(graph_module: fx.GraphModule, example: list[Any], step: Step, once: Collection[str] = ()) -> None:
+    """Say of each call that nobody looks into, given a tensor or number per placeholder, whether it may run again.
 
     Submodules with the paths ``once`` may not.
 

@@ -3,8 +3,11 @@
 Whatever happens, the model is as it was: values, hooks, modes, gradients and random state.
 """
 
+import enum
 import random
+import warnings
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -14,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
 from memrewrite.capture import Captured, capture
-from memrewrite.capture.captured import TensorSpec
+from memrewrite.capture.captured import NumberSpec, TensorSpec
 from memrewrite.capture.origin import origin
 from memrewrite.codegen.writer import generate
 from memrewrite.records.errors import CaptureError
@@ -230,7 +233,7 @@ def test_the_input_spec_names_the_call() -> None:
     spec = capture(case.make(), case.inputs()).inputs
     assert spec.parameters == ("x", "mask", "scale")
     batch = spec.leaves[0].shape[0]
-    assert spec.leaves == (TensorSpec(torch.float32, "cpu", (batch, 6)), None, 3.0)
+    assert spec.leaves == (TensorSpec(torch.float32, "cpu", (batch, 6)), None, NumberSpec(spec.numbers[0].name, 3.0))
     assert isinstance(batch, str)
 
 
@@ -402,10 +405,59 @@ def test_capture_in_the_mode_the_model_is_in() -> None:
         assert module.training is training
 
 
+def test_arguments_are_known_by_their_names() -> None:
+    def forward(self: Any, x: Tensor, plus: Any = None, times: Any = None, **others: Any) -> Tensor:
+        result = self.linear(x)
+        result = result if plus is None else result + plus
+        return (result if times is None else result * times) - others["minus"] / others["over"]
+
+    module, given = model(forward), x(4, 6)
+    names = {"times": given, "minus": 2.0, "over": 3.0}
+    optimized = drop_in(module, capture(module, Inputs((given,), names), "export"))
+    assert torch.equal(optimized(over=3.0, minus=2.0, times=given, x=given), module(given, **names))
+    with pytest.warns(FallbackWarning, match="captured for a call with x, times, minus, over"):
+        assert torch.equal(optimized(given, given, minus=2.0, over=3.0), module(given, given, minus=2.0, over=3.0))
+
+
+@dataclass
+class Scaled:
+    """What ``torch.export.register_dataclass`` is told of."""
+
+    x: Tensor
+    scale: float
+
+
+def test_sizes_and_numbers_in_a_registered_dataclass_vary() -> None:
+    torch.export.register_dataclass(Scaled, serialized_type_name="tests.Scaled")
+    module = model(lambda self, given: Scaled(self.linear(given.x) * given.scale, given.scale))
+    optimized = drop_in(module, capture(module, Inputs((Scaled(x(4, 6), 2.0),), {}), "export"))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", FallbackWarning)
+        ours, theirs = (each(Scaled(x(7, 6), 0.3)) for each in (optimized, module))
+    assert torch.equal(ours.x, theirs.x)
+    assert ours.scale == theirs.scale
+
+
+class Mode(str, enum.Enum):  # noqa: UP042  (as transformers has them)
+    FIRST, SECOND = "first", "second"
+
+
+def test_an_enum_that_is_text_is_told_from_another_and_from_the_text() -> None:
+    module = model(lambda self, x, mode: self.linear(x) * (2 if mode is Mode.FIRST else 3))
+    optimized = drop_in(module, capture(module, Inputs((x(4, 6), Mode.FIRST), {}), "export"))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", FallbackWarning)
+        assert torch.equal(optimized(x(4, 6), Mode.FIRST), module(x(4, 6), Mode.FIRST))
+    for other, said in ((Mode.SECOND, r"mode is <Mode.SECOND: 'second'>"), ("first", "mode is 'first'")):
+        own(optimized).promise.fallen_back = False  # type: ignore[union-attr]
+        with pytest.warns(FallbackWarning, match=f"{said}, captured as .*Mode 'first'"):
+            assert torch.equal(optimized(x(4, 6), other), module(x(4, 6), other))
+
+
 def test_tree_of_inputs_is_kept_for_nested_constants() -> None:
     case: Case = CASES["nested_inputs_and_outputs"]
     leaves = capture(case.make(), case.inputs()).inputs.leaves
-    assert [leaf for leaf in leaves if not isinstance(leaf, TensorSpec)] == [None, 3]
+    assert [type(leaf) for leaf in leaves if not isinstance(leaf, TensorSpec)] == [type(None), NumberSpec]
     assert tree_map(type, list(leaves[:1])) == [TensorSpec]
 
 

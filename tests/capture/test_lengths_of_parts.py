@@ -292,3 +292,37 @@ def test_a_length_that_is_fixed_says_how_it_would_vary(mix: type[nn.Module], fix
     asked = f"dynamic={{'ids': {{1: (2, {LENGTH})}}}} keeps those as calls"
     notes = " ".join(result.report.notes)
     assert (said in notes, asked in notes) == (fixed, fixed)
+
+
+class Cut(nn.Module):
+    """Works on as many rows as values or random numbers choose, between two parts that can be graphs."""
+
+    def __init__(self, chosen: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.chosen = chosen
+        self.first, self.second = (nn.Sequential(Block(), Block()) for _ in range(2))
+
+    def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
+        result: Tensor = self.second(self.chosen(self.first(x), lengths)).mean()
+        return result
+
+
+@pytest.mark.filterwarnings("error::memrewrite.runtime.promise.FallbackWarning")
+@pytest.mark.parametrize(
+    "chosen",
+    [
+        lambda x, lengths: x[:, : int(lengths.max())],
+        lambda x, lengths: x[:, torch.unique(torch.randint(LENGTH, (LENGTH,)))],
+    ],
+    ids=["lengths", "random numbers"],
+)
+def test_regions_take_as_many_rows_as_values_decide(chosen: Callable[[Tensor, Tensor], Tensor]) -> None:
+    model, x, lengths = Cut(chosen), torch.randn(4, LENGTH, WIDTH), torch.tensor([LENGTH, 3, 5, 2])
+    result = memrewrite.optimize(model, (x, lengths), budget="min")
+    for seed in range(5):
+        given, found = (torch.randn(4, LENGTH, WIDTH), torch.randint(1, LENGTH, (4,))), []
+        for each in (result, model):
+            torch.manual_seed(seed)
+            found.append(taken(each, *given))
+        assert all(map(torch.equal, *found))

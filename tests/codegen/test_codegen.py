@@ -94,10 +94,10 @@ def test_the_program_says_which_calls_it_is_right_for() -> None:
     program = program_from(source)
     size = program.leaves[0][2][0]
     assert program.names == ("x", "n")
-    assert program.leaves == ((torch.float32, "cpu", (size, WIDTH)), ("constant", 2))
+    assert program.leaves == ((torch.float32, "cpu", (size, WIDTH)), ("number", int, program.leaves[1][2]))
     assert program.dtype == torch.float32
     assert program.training == {path: True for path, _ in module.named_modules()}
-    assert [program.fits(**{size: batch}) for batch in (2, 3, 4)] == [True, False, True]
+    assert [program.fits(**{size: batch, program.leaves[1][2]: 2}) for batch in (2, 3, 4)] == [True, False, True]
 
 
 @pytest.mark.parametrize("name", ["constants", "no_grad_region", "namedtuple", "odd_module_names", "checkpoints"])

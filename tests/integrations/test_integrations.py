@@ -298,12 +298,27 @@ def test_a_loss_of_another_trainers_own_is_told(transformers: ModuleType, tmp_pa
 
 
 @pytest.mark.filterwarnings("default")
-def test_numbers_in_batches_are_told(transformers: ModuleType, tmp_path: Path) -> None:
+def test_numbers_in_batches_vary_and_those_that_decide_sizes_are_told(transformers: ModuleType, tmp_path: Path) -> None:
     from memrewrite.integrations.transformers import optimize_trainer
 
     packed = transformers.DataCollatorWithFlattening(return_flash_attn_kwargs=True)
-    told = memrewrite.report_of(optimize_trainer(trainer(transformers, tmp_path, data_collator=packed), verify=False))
-    assert told.notes[-1].startswith("Batches in which max_length_q, max_length_k are other numbers run the original")
+    ours = trainer(transformers, tmp_path, data_collator=packed)
+    ours.train_dataset = [{"input_ids": torch.randint(64, (length,))} for length in range(5, 15)]
+    assert "max_length" not in "".join(memrewrite.report_of(optimize_trainer(ours, budget="min")).notes)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", memrewrite.FallbackWarning)
+        ours.train()
+
+    class Longest(transformers.GPT2LMHeadModel):  # type: ignore[misc, name-defined]
+        def forward(self, input_ids: Any, max_length_q: int, **given: Any) -> Any:
+            result = super().forward(input_ids, **given)
+            result.loss = result.loss * torch.ones(max_length_q).mean()
+            return result
+
+    model = Longest(ours.model.config)
+    theirs = transformers.Trainer(model, ours.args, train_dataset=ours.train_dataset, data_collator=packed)
+    told = memrewrite.report_of(optimize_trainer(theirs, verify=False))
+    assert told.notes[-1].startswith("Batches in which max_length_q are other numbers run the original")
 
 
 @pytest.mark.filterwarnings("default")

@@ -23,7 +23,7 @@ from memrewrite.simulate.fake.trials import Argument, Given, Made, Plain, Seen, 
 from memrewrite.torch_internals.custom_functions import Methods, custom_functions, methods_replaced
 from memrewrite.torch_internals.fake_tensors import FakeTensor
 from memrewrite.torch_internals.pytrees import tensors_in, tree_flatten, tree_leaves
-from memrewrite.torch_internals.tracing import APART, size_at
+from memrewrite.torch_internals.tracing import APART, size_at, value_at
 from memrewrite.torch_internals.triton_kernels import launches_replaced
 
 _ATTRIBUTE = "memrewrite_seen"  # of a context
@@ -138,7 +138,7 @@ def _in_words(args: tuple[Any, ...], step: int) -> Given:
             shape, stride = (tuple(size_at(size, step) for size in sizes) for sizes in (leaf.shape, leaf.stride()))
             words.append(Argument(number, TensorLike(shape, stride, leaf.dtype, device), *_role(leaf)))
         else:
-            plain = size_at(leaf, step) if isinstance(leaf, torch.SymInt) else leaf
+            plain = value_at(leaf, step)
             words.append(Plain(type(plain), plain))
     autocast = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
     return Given(tuple(words), tree, str(tree), autocast)

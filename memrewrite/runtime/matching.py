@@ -1,0 +1,103 @@
+"""Is a call one that a program is right for? Torch only; part of every artifact."""
+
+import itertools
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from memrewrite.runtime.differences import described, divided, sizes_of
+from memrewrite.runtime.guards import Guards
+from memrewrite.runtime.segment import OWN, autocast_dtype
+
+if TYPE_CHECKING:
+    from memrewrite.runtime.dropin import Program
+
+
+def gradients_now(module: nn.Module, tensors: Iterable[Tensor]) -> tuple[bool, ...]:
+    """Whether gradients are on, and of each input and parameter whether it needs one."""
+    return (torch.is_grad_enabled(), *(t.requires_grad for t in itertools.chain(tensors, module.parameters())))
+
+
+def values_of(program: "Program", args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...] | None:
+    """What a call gives the parameters that a program names, in order; None where it fills others.
+
+    Of a forward that does not name them, it is the arguments as they are.
+    """
+    if not program.names:
+        return args, kwargs
+    first, others = len(args), program.names[len(args) :]
+    if first > program.positional or len(others) != len(kwargs) or any(name not in kwargs for name in others):
+        return None
+    return (*args, *(kwargs[name] for name in others))
+
+
+def numbers_of(program: "Program", args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[str, float]]:
+    """The numbers that vary, by name, in a call that a program is right for: it is given them after the tensors."""
+    if all(spec[0] != "number" for spec in program.leaves):
+        return []
+    pairs = zip(program.leaves, tree_leaves(values_of(program, args, kwargs)), strict=True)
+    return [(spec[2], leaf) for spec, leaf in pairs if spec[0] == "number"]
+
+
+def name_of_class(kind: type) -> str:
+    """The name of a class that a program cannot refer to, as there may be none where it runs."""
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+def match(program: "Program", module: nn.Module, leaves: list[Any]) -> tuple[list[Tensor] | None, str]:
+    """The tensors of a call with these leaves that the program is right for; else None and why."""
+    tensors: list[Tensor] = []
+    sizes: dict[str, float] = {}
+    numbers: list[str] = []
+    names = program.names if len(program.names) == len(leaves) else itertools.repeat("an argument", len(leaves))
+    for name, leaf, spec in zip(names, leaves, program.leaves, strict=True):
+        if spec[0] == "constant":
+            alike = type(leaf) is type(spec[1]) if len(spec) == 2 else name_of_class(type(leaf)) == spec[2]
+            if not alike or leaf != spec[1]:
+                return None, f"{name} is {leaf!r}, captured as {' '.join([*spec[2:], repr(spec[1])])}"
+            continue
+        if spec[0] == "number":
+            if type(leaf) is not spec[1] or sizes.setdefault(spec[2], leaf) != leaf:
+                return None, f"{name} is {leaf!r}, captured for another {spec[1].__name__}"
+            numbers.append(f"{name}={leaf!r}")
+            continue
+        dtype, device, shape = spec
+        fits = isinstance(leaf, Tensor) and (leaf.device.type, leaf.dim()) == (device, len(shape))
+        if not fits or (leaf.dtype != dtype and not _cast_anyway(leaf, dtype)):
+            return None, f"an input is {described(leaf)}, captured as {dtype} {tuple(shape)} on {device}"
+        for size, expected in zip(leaf.shape, shape, strict=True):
+            if isinstance(expected, str):
+                what, least, most = program.ranges.get(expected, ("", 0, 0))
+                if size < least:
+                    return None, f"{what} is {size}, and the range that was asked for is {least} to {most}"
+                if size < 2 or sizes.setdefault(expected, size) != size:
+                    return None, f"an input is {described(leaf)}, captured as {tuple(shape)}"
+            elif size != expected:
+                return None, f"an input is {described(leaf)}, captured as {tuple(shape)}"
+        tensors.append(leaf)
+    if any(leaves[i] is not leaves[k] for i, k in program.shared):
+        return None, "inputs are tensors of their own that were one tensor at capture, for which forward asks"
+    if not program.fits(**sizes):
+        shapes = ", ".join(dict.fromkeys([*map(sizes_of, tensors), *numbers]))
+        return None, f"for inputs of {shapes} forward takes another path than at capture"
+    weight = next(module.parameters(), None)
+    of_units: Guards | None = getattr(type(module), OWN).guards  # where the first one may not be gathered by now
+    if weight is not None and weight.dtype != program.dtype and not (of_units and of_units.gathered):
+        return None, f"the parameters are {weight.dtype}, captured as {program.dtype}"
+    if program.divided and not divided(getattr(type(module), OWN).owners, program.divided):
+        return None, f"{program.divided} is whole, and was planned for after parallelize_module"
+    if program.autocast != "any":
+        now = autocast_dtype(next((t.device.type for t in (weight, *tensors) if t is not None), "cpu"))
+        if now != program.autocast:
+            return None, f"it depends on autocast, which casts to {now} now and to {program.autocast} at capture"
+    if program.gradients is not None and program.gradients != gradients_now(module, tensors):
+        return None, "it asks whether tensors need gradients, and others do now than at capture"
+    return tensors, ""
+
+
+def _cast_anyway(leaf: Tensor, dtype: torch.dtype) -> bool:
+    """Whether autocast makes of this input what it makes of one of ``dtype`` (values between regions are its own)."""
+    return leaf.is_floating_point() and dtype.is_floating_point and torch.is_autocast_enabled(leaf.device.type)
