@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from memrewrite.records.errors import MeasurementError
-from memrewrite.runtime.dropin import named_values
+from memrewrite.runtime.dropin import filled
 from memrewrite.torch_internals.pytrees import tree_leaves
 from memrewrite.workload.ranges import per_token
 from memrewrite.workload.step import Inputs
@@ -53,7 +53,7 @@ def varying(rewritten: nn.Module, inputs: Inputs) -> list[Place]:
     program: Any = getattr(type(rewritten), "_memrewrite", None)
     if program is None:
         return []
-    values = named_values(program.names, inputs.args, inputs.kwargs) if program.names else (inputs.args, inputs.kwargs)
+    values = filled(rewritten, program, inputs.args, inputs.kwargs)
     if values is None:  # the call fills other parameters
         return []
     named = zip(program.names, values, strict=True) if program.names else _unnamed(inputs)

@@ -20,6 +20,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_structure, tree_unf
 from memrewrite.runtime.differences import Owners, described, divided, exported, owners_of, parted, sizes_of, surrounded
 from memrewrite.runtime.guards import Guards, Noted, Reads
 from memrewrite.runtime.operations import AROUND_NODES, IN_GRAPHS
+from memrewrite.runtime.parameters import Parameters
 from memrewrite.runtime.plain_values import as_bytes
 from memrewrite.runtime.promise import Call, Promise
 from memrewrite.runtime.segment import OWN, autocast_dtype
@@ -91,16 +92,18 @@ Forward = Callable[..., Any]
 class Own:
     """What one drop-in has to itself, outside of every listing of its parts: its class, made for it alone, keeps it.
 
-    ``constants`` are tensors that the program holds, by name; ``owners`` are those of ``owners_of``; ``broken`` is
-    what had changed when this was copied; ``replaced`` is the forward that was put on the original instead of its
-    class's. ``report`` is that of ``optimize``, ``shown`` where the class has an attribute of that name; ``looked`` is
-    what code that is traced finds as long as nothing has changed; ``promise`` is what is said of calls, ``others`` of
-    those of objects that its class made. ``of`` refers to the drop-in, whose end lets go of the rest.
+    ``constants`` are tensors that the program holds, by name; ``owners`` are those of ``owners_of``; ``broken`` is what
+    had changed when this was copied; ``replaced`` is the forward that was put on the original instead of its class's,
+    ``parameters`` are those of either. ``report`` is that of ``optimize``, ``shown`` where the class has an attribute
+    of that name; ``looked`` is what code that is traced finds as long as nothing has changed; ``promise`` is what is
+    said of calls, ``others`` of those of objects that its class made. ``of`` refers to the drop-in, whose end lets go
+    of the rest.
     """
 
-    def __init__(self, name: str, program: Program) -> None:
-        self.promise = Promise(name, program.budget, program.strict, program.planned)
-        self.others = Promise(name, None, program.strict, {})
+    def __init__(self, base: type[nn.Module], program: Program, replaced: Forward | None) -> None:
+        self.replaced, self.parameters = replaced, Parameters(replaced or base.forward)
+        self.promise = Promise(base.__name__, program.budget, program.strict, program.planned)
+        self.others = Promise(base.__name__, None, program.strict, {})
         self.kind: type = object
         self.of: Callable[[], nn.Module | None] = lambda: None
         self.guards: Guards | None = None
@@ -108,7 +111,6 @@ class Own:
         self.owners: Owners = {}
         self.report: Any = None
         self.shown, self.broken = False, ""
-        self.replaced: Forward | None = None
         self.looked: Any = None
 
     def carry(self, report: Any, shown: bool, told: bool = False) -> None:
@@ -259,8 +261,7 @@ def _subclass(base: type[nn.Module], program: Program, replaced: Forward | None)
     such as transformers, which shifts smoothed labels only for the names of its causal language models, and which finds
     what a model records (``output_hidden_states=True``) by the text of its class.
     """
-    kept = Own(base.__name__, program)
-    kept.replaced = replaced
+    kept = Own(base, program, replaced)
 
     @functools.wraps(replaced or base.forward)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -311,13 +312,19 @@ def accept(
         return None, ""
     if reason := _changed(module):
         return None, reason
-    values: Any = named_values(program.names, args, kwargs) if program.names else (args, kwargs)
+    values = filled(module, program, args, kwargs)
     if values is None:
         return None, f"it was captured for a call with {', '.join(program.names)}"
     leaves, tree = tree_flatten(values)
     if tree != program.tree:
         return None, "the inputs are nested differently than at capture"
     return _match(program, module, leaves)
+
+
+def filled(module: nn.Module, program: Program, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The values of the parameters that a call of a drop-in fills, None when it fills others than the program's."""
+    parameters: Parameters = getattr(type(module), OWN).parameters
+    return parameters.values(program.names, args, kwargs) if program.names else (args, kwargs)
 
 
 def _trains(module: nn.Module, tensors: list[Tensor]) -> bool:
@@ -343,13 +350,6 @@ def _changed(module: nn.Module) -> str:
         return _NOT_OURS
     changed = kept.broken or ("" if guards.hold() else guards.changed())
     return changed or parted(kept.owners, kind._memrewrite.tied) or surrounded()
-
-
-def named_values(names: tuple[str, ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...] | None:
-    """The values of the named parameters in order, None when the call fills others."""
-    if len(args) + len(kwargs) != len(names) or any(name not in kwargs for name in names[len(args) :]):
-        return None
-    return (*args, *(kwargs[name] for name in names[len(args) :]))
 
 
 def _match(program: Program, module: nn.Module, leaves: list[Any]) -> tuple[list[Tensor] | None, str]:
