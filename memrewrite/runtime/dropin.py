@@ -28,6 +28,7 @@ from memrewrite.runtime.texts import run_text
 
 _PROGRAMS: dict[str, "Program"] = {}
 Returns = Literal["all", "lazy", "loss"]
+Forward = Callable[..., Any]
 
 
 @dataclass
@@ -86,9 +87,6 @@ def program_from(source: str) -> Program:
     return _PROGRAMS[source]
 
 
-Forward = Callable[..., Any]
-
-
 class Own:
     """What one drop-in has to itself, outside of every listing of its parts: its class, made for it alone, keeps it.
 
@@ -132,8 +130,9 @@ class Own:
         """Warn, once, that segments are not run as such because a parameter needs a gradient, or none, unlike then."""
         self.promise.tell_of_gradients(name, 9)
 
-    def check_sizes(self, program: Program, tensors: list[Tensor], call: Call) -> None:
-        """Let the promise look at the sizes of a call that records for backward, or that was planned not to."""
+    def check_call(self, program: Program, tensors: list[Tensor], call: Call) -> None:
+        """Let the promise look at a call that records for backward, at its sizes also if it was planned not to."""
+        self.promise.check_frozen(7, call)
         if program.planned and (torch.is_grad_enabled() or not program.differentiable):
             shapes = (spec[2] for spec in program.leaves if spec[0] != "constant")
             named = (zip(shape, tensor.shape, strict=True) for tensor, shape in zip(tensors, shapes, strict=True))
@@ -248,6 +247,7 @@ def prepare(module: nn.Module, constants: dict[str, Tensor], then: Noted | None 
     except ValueError:  # there are other attributes to compare
         kept.guards, kept.broken = Guards(*noted, None, gathered), "it has other attributes than at capture"
     kept.owners = owners_of(module, program.tied)
+    kept.promise.note_frozen(module)
     if not kept.broken and kept.guards.hold() and not parted(kept.owners, program.tied):
         kept.looked = copy.deepcopy(program.look(module))
 
@@ -269,7 +269,7 @@ def _subclass(base: type[nn.Module], program: Program, replaced: Forward | None)
         if tensors is not None and (program.differentiable or not _trains(self, tensors)):
             kept.follow(tensors)
             if kept.promise.budget is not None and not torch.compiler.is_compiling():
-                kept.check_sizes(program, tensors, (self, args, kwargs))
+                kept.check_call(program, tensors, (self, args, kwargs))
             return program.run(self, *tensors)
         reason = reason if tensors is None else "it was captured in eval mode, for calls under torch.no_grad()"
         if reason:
