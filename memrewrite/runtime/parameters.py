@@ -12,7 +12,7 @@ class Parameters:
     """
 
     def __init__(self, forward: Callable[..., Any]) -> None:
-        _, *rest = inspect.signature(forward).parameters.values()
+        rest = [*inspect.signature(forward).parameters.values()][1:]
         self.placed = tuple(p.name for p in rest if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD))
         self.defaults = {p.name: p.default for p in rest if p.default is not p.empty}
 

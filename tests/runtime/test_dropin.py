@@ -274,6 +274,23 @@ def test_arguments_may_be_given_by_name(pair: tuple[ConvNet, Any]) -> None:
         result()
 
 
+class Flat(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(32, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.fc(torch.sigmoid(x * 2).contiguous().view(len(x), -1)))
+
+
+def test_inputs_may_lie_otherwise_in_memory_than_the_example() -> None:
+    model = Flat()
+    result = segmented(model, torch.randn(4, 8, 4)).module
+    for x in (torch.randn(4, 4, 8).transpose(1, 2), torch.randn(4, 8, 1).expand(4, 8, 4), torch.randn(4, 8, 4)):
+        assert runs_rewritten(result, x)
+        assert_same_bits(step(result, x), step(model, x))
+
+
 class Optional(nn.Module):
     def __init__(self) -> None:
         super().__init__()
