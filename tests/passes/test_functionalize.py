@@ -175,7 +175,7 @@ def test_a_copy_of_the_callers_tensor_stays_as_its_gradient_may_be_asked_for() -
     result = Functionalize()(graph_module, observe(graph_module, [x]))
     assert [refused.reason for refused in result.refused] == ["Out of place, copy_ has no gradient."]
     x.requires_grad_()
-    ours, theirs = (torch.autograd.grad(m(x).sum(), x)[0] for m in (lambda x: graph_module(x)[0], model))
+    ours, theirs = (torch.autograd.grad(output.sum(), x)[0] for output in (graph_module(x)[0], model(x)))
     assert ours.equal(theirs)
 
 
