@@ -16,8 +16,9 @@ Writes to parameters and buffers are state and stay as they are.
 """
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
+import torch
 from torch import Tensor, fx
 from torch.fx.node import map_arg
 
@@ -121,8 +122,9 @@ def _rearranged(node: fx.Node, value: Tensor, maker: fx.Node) -> str | None:
 
 def _differs(node: fx.Node, target: fx.Node, spelling: Spelling) -> str | None:
     """Run the out-of-place form on the observed fake tensors: its result must look like the tensor that was written."""
-    args, kwargs = map_arg((spelling.args, spelling.kwargs), lambda n: n.meta["val"])
-    result, value = spelling.function(*args, **kwargs), tensor(target)
+    args, kwargs = map_arg((spelling.args, spelling.kwargs), _trained)
+    with torch.enable_grad():
+        result, value = spelling.function(*args, **kwargs), tensor(target)
     if value is None or (result.dtype, result.shape, result.stride()) != (value.dtype, value.shape, value.stride()):
         return f"Out of place, {node.name} would have another dtype, shape or memory format."
     if result.grad_fn is not None and "NotImplemented" in result.grad_fn.name():
@@ -132,3 +134,11 @@ def _differs(node: fx.Node, target: fx.Node, spelling: Spelling) -> str | None:
     if here.result and not there.result and operation(node).rstrip("_") not in BY_SIGN:
         return f"In place, {node.name} takes its gradient from its result; from its input it would round differently."
     return None
+
+
+def _trained(node: fx.Node) -> Any:
+    """What was observed, with a gradient if it may have one: whoever calls the model may train its inputs."""
+    value = tensor(node)
+    if value is None or not (value.is_floating_point() or value.is_complex()):
+        return node.meta["val"]
+    return value.detach().requires_grad_()

@@ -45,8 +45,7 @@ class InputSpec:
     """What a call must look like.
 
     ``parameters`` are the names in the signature of ``forward`` that the example call filled, in order, and of what it
-    gave beside these: the first ones, as many as are ``positional``, may be given without their names;
-    ``tree`` is the structure of their values; ``leaves`` has one entry per leaf: a TensorSpec
+    gave beside these; ``tree`` is the structure of their values; ``leaves`` has one entry per leaf: a TensorSpec
     (each is one placeholder of the graph, in this order), a NumberSpec (a placeholder after those) or the constant that
     was captured.
     ``conditions`` are Python expressions over the named sizes (``"(s0 % 2) == 0"``): what the path through forward
@@ -57,7 +56,6 @@ class InputSpec:
     parameters: tuple[str, ...]
     tree: TreeSpec
     leaves: tuple[Any, ...]
-    positional: int = 0
     conditions: tuple[str, ...] = ()
     example: tuple[tuple[str, int], ...] = ()
     shared: tuple[tuple[int, int], ...] = ()

@@ -159,6 +159,7 @@ def _normal(model: nn.Module, inputs: Inputs, program: ExportedProgram, exported
 class _CastsStayApart(TorchFunctionMode):
     """Casts through an alias what a cast does not change, because that returns its input itself.
 
+    So does ``contiguous``, which then is not even recorded, though the inputs of another call may lie otherwise.
     The tracer would take all later uses of that input for uses of the cast, which under autocast has another type.
     PyTorch lets no alias be detached in place, as it does what ``torch.tensor`` makes of a size that varies; where
     there is no gradient, nothing is to be done. Once the model has asked for one of ``values`` that sizes decide,
@@ -173,6 +174,7 @@ class _CastsStayApart(TorchFunctionMode):
         self._values.check()
         if func is Tensor.detach_ and not args[0].requires_grad:
             return args[0]
+        func = aten.contiguous.default if func is Tensor.contiguous else func
         if func in _CASTS and isinstance(args[0], Tensor) and not _changes(func, args, kwargs or {}):
             args = (torch.ops.aten.alias.default(args[0]), *args[1:])
         return func(*args, **(kwargs or {}))
@@ -184,7 +186,7 @@ _TO_ONE_TYPE = {
     Tensor.bfloat16: torch.bfloat16,
     Tensor.double: torch.float64,
 }
-_CASTS = (Tensor.to, Tensor.type, Tensor.type_as, *_TO_ONE_TYPE)
+_CASTS = (aten.contiguous.default, Tensor.to, Tensor.type, Tensor.type_as, *_TO_ONE_TYPE)
 
 
 def _changes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -203,6 +205,7 @@ def _drop_aliases(graph: fx.Graph) -> None:
 
 
 _CAST_TARGETS = [
+    aten.contiguous.default,
     *(getattr(aten.to, name) for name in aten.to.overloads()),
     aten.type_as.default,
     aten._assert_tensor_metadata.default,  # which export puts before each

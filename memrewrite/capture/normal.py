@@ -56,12 +56,7 @@ def bind(model: nn.Module, inputs: Inputs) -> tuple[InputSpec, list[int]]:
         values |= values.popitem()[1]
     order, spec = tree_flatten(tuple(values.values()))
     specs = tuple(_leaf_spec(leaves[i]) for i in order)
-    in_order = [name for name, each in signature.parameters.items() if each.kind in _IN_ORDER]
-    same = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(values, in_order, strict=False))
-    return InputSpec(tuple(values), spec, specs, len([*same])), order
-
-
-_IN_ORDER = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return InputSpec(tuple(values), spec, specs), order
 
 
 def _untaken(model: nn.Module, given: Sequence[Any]) -> CaptureError:

@@ -34,7 +34,6 @@ def program(captured: Captured, prefix: str, marks: Marks) -> str:
 
 {constants}PROGRAM = Program(
     names={captured.inputs.parameters!r},
-    positional={captured.inputs.positional},
     tree=tree_structure({tree}),
     leaves=({"".join(leaf + ", " for leaf in leaves)}),
     training={captured.training!r},

@@ -53,7 +53,7 @@ def varying(rewritten: nn.Module, inputs: Inputs) -> list[Place]:
     program: Any = getattr(type(rewritten), "_memrewrite", None)
     if program is None:
         return []
-    values = values_of(program, inputs.args, inputs.kwargs)
+    values = values_of(rewritten, program, inputs.args, inputs.kwargs)
     if values is None:  # the call fills other parameters
         return []
     named = zip(program.names, values, strict=True) if program.names else _unnamed(inputs)
@@ -94,10 +94,13 @@ def smaller_inputs(rewritten: nn.Module, inputs: Inputs, *, named: bool = False)
         return []
     program: Any = vars(type(rewritten))["_memrewrite"]
     kinds = []
+    numbers = dict(numbers_of(rewritten, program, inputs.args, inputs.kwargs))
     for shares in _SHARES:
         tried = [*((shares[0][0], more) for more in _MORE), *shares[1:]] if program.ranges else shares
         sizes = [{place.symbol: place.shortened(*share) for place in cut_at} for share in tried]
-        full = {place.symbol: place.size for place in places} | dict(numbers_of(program, inputs.args, inputs.kwargs))
+        full = {place.symbol: place.size for place in places} | dict(
+            numbers_of(rewritten, program, inputs.args, inputs.kwargs)
+        )
         fit = [each for each in sizes if not program.ranges or program.fits(**{**full, **each})]
         kinds.append([cut(inputs, cut_at, each) for each in fit])
     return kinds

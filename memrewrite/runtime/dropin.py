@@ -21,6 +21,7 @@ from memrewrite.runtime.differences import Owners, exported, owners_of, parted, 
 from memrewrite.runtime.guards import Guards, Noted, Reads
 from memrewrite.runtime.matching import match, numbers_of, values_of
 from memrewrite.runtime.operations import AROUND_NODES, IN_GRAPHS
+from memrewrite.runtime.parameters import Parameters
 from memrewrite.runtime.plain_values import as_bytes
 from memrewrite.runtime.promise import Call, Promise
 from memrewrite.runtime.segment import OWN
@@ -28,16 +29,17 @@ from memrewrite.runtime.texts import run_text
 
 _PROGRAMS: dict[str, "Program"] = {}
 Returns = Literal["all", "lazy", "loss"]
+Forward = Callable[..., Any]
 
 
 @dataclass
 class Program:
     """The generated code of one model and the calls it is right for.
 
-    ``names`` are the parameters of forward the example call filled, of which so many as are ``positional`` may be given
-    without their names; ``tree`` is the structure of their values; ``leaves`` has one entry per leaf: ``(dtype, device
-    type, sizes)`` of a tensor, sizes being ints or, where they may vary, names, ``("number", type, name)`` of a number
-    that may vary, or ``("constant", value)``, which has the name of its class, too, if that is an enum or the like.
+    ``names`` are the parameters of forward the example call filled; ``tree`` is the structure of their values;
+    ``leaves`` has one entry per leaf: ``(dtype, device type, sizes)`` of a tensor, sizes being ints or, where they may
+    vary, names, ``("number", type, name)`` of a number that may vary, or ``("constant", value)``, which has the name of
+    its class, too, if that is an enum or the like.
     ``training`` maps submodule paths to the training flag they were captured with, ``differentiable`` says whether
     calls may record for backward, ``dtype`` is that of the first parameter;
     ``autocast`` is the type it has to cast to, None where there may be none, "any" where that does not matter. ``fits``
@@ -54,7 +56,6 @@ class Program:
     """
 
     names: tuple[str, ...]
-    positional: int
     tree: TreeSpec
     leaves: tuple[Any, ...]
     training: dict[str, bool]
@@ -89,22 +90,21 @@ def program_from(source: str) -> Program:
     return _PROGRAMS[source]
 
 
-Forward = Callable[..., Any]
-
-
 class Own:
     """What one drop-in has to itself, outside of every listing of its parts: its class, made for it alone, keeps it.
 
-    ``constants`` are tensors that the program holds, by name; ``owners`` are those of ``owners_of``; ``broken`` is
-    what had changed when this was copied; ``replaced`` is the forward that was put on the original instead of its
-    class's. ``report`` is that of ``optimize``, ``shown`` where the class has an attribute of that name; ``looked`` is
-    what code that is traced finds as long as nothing has changed; ``promise`` is what is said of calls, ``others`` of
-    those of objects that its class made. ``of`` refers to the drop-in, whose end lets go of the rest.
+    ``constants`` are tensors that the program holds, by name; ``owners`` are those of ``owners_of``; ``broken`` is what
+    had changed when this was copied; ``replaced`` is the forward that was put on the original instead of its class's,
+    ``parameters`` are those of either. ``report`` is that of ``optimize``, ``shown`` where the class has an attribute
+    of that name; ``looked`` is what code that is traced finds as long as nothing has changed; ``promise`` is what is
+    said of calls, ``others`` of those of objects that its class made. ``of`` refers to the drop-in, whose end lets go
+    of the rest.
     """
 
-    def __init__(self, name: str, program: Program) -> None:
-        self.promise = Promise(name, program.budget, program.strict, program.planned)
-        self.others = Promise(name, None, program.strict, {})
+    def __init__(self, base: type[nn.Module], program: Program, replaced: Forward | None) -> None:
+        self.replaced, self.parameters = replaced, Parameters(replaced or base.forward)
+        self.promise = Promise(base.__name__, program.budget, program.strict, program.planned)
+        self.others = Promise(base.__name__, None, program.strict, {})
         self.kind: type = object
         self.of: Callable[[], nn.Module | None] = lambda: None
         self.guards: Guards | None = None
@@ -112,7 +112,6 @@ class Own:
         self.owners: Owners = {}
         self.report: Any = None
         self.shown, self.broken = False, ""
-        self.replaced: Forward | None = None
         self.looked: Any = None
 
     def carry(self, report: Any, shown: bool, told: bool = False) -> None:
@@ -134,8 +133,9 @@ class Own:
         """Warn, once, that segments are not run as such because a parameter needs a gradient, or none, unlike then."""
         self.promise.tell_of_gradients(name, 9)
 
-    def check_sizes(self, program: Program, tensors: list[Tensor], call: Call) -> None:
-        """Let the promise look at the sizes of a call that records for backward, or that was planned not to."""
+    def check_call(self, program: Program, tensors: list[Tensor], call: Call) -> None:
+        """Let the promise look at a call that records for backward, at its sizes also if it was planned not to."""
+        self.promise.check_frozen(7, call)
         if program.planned and (torch.is_grad_enabled() or not program.differentiable):
             shapes = (spec[2] for spec in program.leaves if spec[0] not in ("constant", "number"))
             named = (zip(shape, tensor.shape, strict=True) for tensor, shape in zip(tensors, shapes, strict=True))
@@ -250,6 +250,7 @@ def prepare(module: nn.Module, constants: dict[str, Tensor], then: Noted | None 
     except ValueError:  # there are other attributes to compare
         kept.guards, kept.broken = Guards(*noted, None, gathered), "it has other attributes than at capture"
     kept.owners = owners_of(module, program.tied)
+    kept.promise.note_frozen(module)
     if not kept.broken and kept.guards.hold() and not parted(kept.owners, program.tied):
         kept.looked = copy.deepcopy(program.look(module))
 
@@ -263,8 +264,7 @@ def _subclass(base: type[nn.Module], program: Program, replaced: Forward | None)
     such as transformers, which shifts smoothed labels only for the names of its causal language models, and which finds
     what a model records (``output_hidden_states=True``) by the text of its class.
     """
-    kept = Own(base.__name__, program)
-    kept.replaced = replaced
+    kept = Own(base, program, replaced)
 
     @functools.wraps(replaced or base.forward)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -272,8 +272,8 @@ def _subclass(base: type[nn.Module], program: Program, replaced: Forward | None)
         if tensors is not None and (program.differentiable or not _trains(self, tensors)):
             kept.follow(tensors)
             if kept.promise.budget is not None and not torch.compiler.is_compiling():
-                kept.check_sizes(program, tensors, (self, args, kwargs))
-            return program.run(self, *tensors, *(n for _, n in numbers_of(program, args, kwargs)))
+                kept.check_call(program, tensors, (self, args, kwargs))
+            return program.run(self, *tensors, *(n for _, n in numbers_of(self, program, args, kwargs)))
         reason = reason if tensors is None else "it was captured in eval mode, for calls under torch.no_grad()"
         if reason:
             call = None if torch.compiler.is_compiling() or _changed(self) else (self, args, kwargs)
@@ -315,7 +315,7 @@ def accept(
         return None, ""
     if reason := _changed(module):
         return None, reason
-    values = values_of(program, args, kwargs)
+    values = values_of(module, program, args, kwargs)
     if values is None:
         return None, f"it was captured for a call with {', '.join(program.names)}"
     leaves, tree = tree_flatten(values)

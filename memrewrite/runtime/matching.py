@@ -10,6 +10,7 @@ from torch.utils._pytree import tree_leaves
 
 from memrewrite.runtime.differences import described, divided, sizes_of
 from memrewrite.runtime.guards import Guards
+from memrewrite.runtime.parameters import Parameters
 from memrewrite.runtime.segment import OWN, autocast_dtype
 
 if TYPE_CHECKING:
@@ -21,24 +22,24 @@ def gradients_now(module: nn.Module, tensors: Iterable[Tensor]) -> tuple[bool, .
     return (torch.is_grad_enabled(), *(t.requires_grad for t in itertools.chain(tensors, module.parameters())))
 
 
-def values_of(program: "Program", args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...] | None:
-    """What a call gives the parameters that a program names, in order; None where it fills others.
+def values_of(
+    module: nn.Module, program: "Program", args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Any, ...] | None:
+    """What a call of a drop-in gives the parameters that its program names, in order; None where it fills others.
 
     Of a forward that does not name them, it is the arguments as they are.
     """
-    if not program.names:
-        return args, kwargs
-    first, others = len(args), program.names[len(args) :]
-    if first > program.positional or len(others) != len(kwargs) or any(name not in kwargs for name in others):
-        return None
-    return (*args, *(kwargs[name] for name in others))
+    parameters: Parameters = getattr(type(module), OWN).parameters
+    return parameters.values(program.names, args, kwargs) if program.names else (args, kwargs)
 
 
-def numbers_of(program: "Program", args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[str, float]]:
+def numbers_of(
+    module: nn.Module, program: "Program", args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> list[tuple[str, float]]:
     """The numbers that vary, by name, in a call that a program is right for: it is given them after the tensors."""
     if all(spec[0] != "number" for spec in program.leaves):
         return []
-    pairs = zip(program.leaves, tree_leaves(values_of(program, args, kwargs)), strict=True)
+    pairs = zip(program.leaves, tree_leaves(values_of(module, program, args, kwargs)), strict=True)
     return [(spec[2], leaf) for spec, leaf in pairs if spec[0] == "number"]
 
 

@@ -2,11 +2,12 @@
 
 import threading
 import warnings
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor, is_grad_enabled, nn
 from torch.utils._pytree import tree_leaves
 
 Call = tuple[nn.Module, tuple[Any, ...], dict[str, Any]]
@@ -49,6 +50,7 @@ class Promise:
         self.foresee: Foresee | None = None
         self.fallen_back = False
         self.retrained = False  # whether parameters were, or frozen, after it was planned
+        self._frozen: dict[str, Callable[[], Tensor | None]] = {}
         self._exceeded = False
         self.told = False
         self._within = [dict(planned)]
@@ -74,6 +76,27 @@ class Promise:
         self.retrained = True
         changed = f"{name} was trained, or frozen, after it was planned; optimize again for a plan"
         self.fall_back(f"keeps what the original does in a part of its forward: {changed}.", stacklevel)
+
+    def note_frozen(self, module: nn.Module) -> None:
+        """Know the parameters that need no gradient."""
+        named = module.named_parameters() if self.budget is not None else ()
+        self._frozen = {name: weakref.ref(parameter) for name, parameter in named if not parameter.requires_grad}
+
+    def check_frozen(self, stacklevel: int, call: Call) -> None:
+        """Warn where parameters are trained that were frozen when it was planned, unless the budget holds with them.
+
+        Raises ``BeyondPlanError`` instead where the promise is strict.
+        """
+        thawed = [name for name, ref in self._frozen.items() if (now := ref()) is not None and now.requires_grad]
+        if not thawed or not is_grad_enabled():
+            return
+        self._peaks.clear()
+        peak = self._peak(call, False) or self._peak(call, True)  # as segments of what was frozen run as they do there
+        if peak is None or self.budget is None or peak > self.budget:
+            self.retrained = True
+            text = f"trains {thawed[0]}, which was frozen when it was planned; optimize again for a plan."
+            self.fall_back(text if peak is None else f"{text} {self._figures(peak, '')}", stacklevel)
+        self._frozen = {name: ref for name, ref in self._frozen.items() if name not in thawed}
 
     def check(self, sizes: Mapping[str, int], stacklevel: int, call: Call) -> None:
         """Warn where inputs are so much larger than was planned for that the budget may not hold.
@@ -121,8 +144,8 @@ class Promise:
             self._peaks[key] = self.foresee(call, original)
         return self._peaks[key]
 
-    def _figures(self, peak: int) -> str:
-        return f"A step on them takes {_short(peak)}, and the budget is {_short(self.budget or 0)}."
+    def _figures(self, peak: int, inputs: str = " on them") -> str:
+        return f"A step{inputs} takes {_short(peak)}, and the budget is {_short(self.budget or 0)}."
 
 
 def _warn(text: str, stacklevel: int) -> None:

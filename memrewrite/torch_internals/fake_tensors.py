@@ -63,6 +63,7 @@ __all__ = [
     "has_no_storage",
     "higher_order",
     "in_place_of_modes",
+    "is_bare",
     "is_fake",
     "is_of_a_class",
     "known_as_real",
@@ -177,6 +178,12 @@ def asks_for_memory(error: Exception) -> bool:
 def asks_for_numbers(error: Exception) -> bool:
     """Whether it was raised because fake numbers in a list or tuple, which have no values, were made an index."""
     return isinstance(error, RuntimeError) and _ASKED_FOR_NUMBERS in str(error)
+
+
+def is_bare(error: Exception) -> bool:
+    """Whether it was raised because PyTorch left a fake tensor on the meta device, as in backward of ``jvp``."""
+    text = str(error)
+    return "Expected all tensors to be on the same device" in text and re.search(r"\bmeta\b", text) is not None
 
 
 def has_no_storage(error: Exception) -> bool:

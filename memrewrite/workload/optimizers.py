@@ -18,9 +18,11 @@ _NEEDED = ("state", "param_groups", "step", "zero_grad")
 
 
 def one_of(made: Any) -> torch.optim.Optimizer:
-    """What a factory made; raises ``UsageError`` for what is no optimizer."""
+    """What a factory made, ready to train, as those of schedulefree are not; raises ``UsageError`` for no optimizer."""
     if not all(hasattr(made, name) for name in _NEEDED):
         raise UsageError(f"optimizer makes a {type(made).__name__}, which is no torch.optim.Optimizer; {SEVERAL}.")
+    if callable(train := getattr(made, "train", None)):
+        train()
     return made
 
 

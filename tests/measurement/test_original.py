@@ -71,6 +71,28 @@ def test_what_a_model_is_trained_with_is_to_blame(call: Call, options: dict[str,
         call(net(), rows(), **{"loss_fn": lambda output: output.mean(), **options})
 
 
+class Modal(torch.optim.SGD):
+    """Steps in train mode alone, as the optimizers of schedulefree, and is made in the other one."""
+
+    training = False
+
+    def train(self) -> None:
+        self.training = True
+
+    def step(self, closure: Any = None) -> Any:
+        if not self.training:
+            raise RuntimeError("Call train() first.")
+        return super().step(closure)
+
+
+def test_an_optimizer_with_modes_is_in_train_mode() -> None:
+    model = net()
+    result = memrewrite.optimize(model, rows(), budget="min", optimizer=Modal(model.parameters(), momentum=0.9))
+    peak = memrewrite.report_of(result).predicted_after.peak
+    assert memrewrite.measure(result, rows(), optimizer=Modal).peak <= peak
+    assert memrewrite.measure(result, rows(), optimizer="sgd-momentum").peak == peak
+
+
 @pytest.mark.parametrize(
     ("given", "reason"), [(rows(15), "RuntimeError: .*8, 15.*"), ({"input": rows()}, "TypeError: linear.*")]
 )

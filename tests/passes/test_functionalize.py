@@ -159,6 +159,26 @@ def test_the_callers_tensor_stays_written() -> None:
     assert torch.equal(ours, 2 * x)
 
 
+class CopiesItsInput(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.linear(torch.empty_like(x).copy_(x))
+        return result
+
+
+def test_a_copy_of_the_callers_tensor_stays_as_its_gradient_may_be_asked_for() -> None:
+    model, x = CopiesItsInput(), torch.randn(4, 8)
+    graph_module = capture(model, Inputs((x,), {})).graph_module
+    result = Functionalize()(graph_module, observe(graph_module, [x]))
+    assert [refused.reason for refused in result.refused] == ["Out of place, copy_ has no gradient."]
+    x.requires_grad_()
+    ours, theirs = (torch.autograd.grad(output.sum(), x)[0] for output in (graph_module(x)[0], model(x)))
+    assert ours.equal(theirs)
+
+
 class Counting(nn.Module):
     count: Tensor
 

@@ -135,14 +135,14 @@ def test_eval_runs_the_original_silently_and_train_the_rewritten_again(pair: tup
     assert runs_rewritten(result, image())
 
 
-def runs_rewritten(module: nn.Module, x: Tensor) -> bool:
+def runs_rewritten(module: nn.Module, *inputs: Any) -> bool:
     """Whether a call runs the program; a warning would be an error."""
     program: Any = type(module)._memrewrite  # type: ignore[attr-defined]
     calls = []
     run = program.run
     try:
         program.run = lambda *args: calls.append(1) or run(*args)  # type: ignore[func-returns-value]
-        module(x)
+        module(*inputs)
     finally:
         program.run = run
     return bool(calls)
@@ -272,6 +272,53 @@ def test_arguments_may_be_given_by_name(pair: tuple[ConvNet, Any]) -> None:
     )
     with fallback("captured for a call with image"), pytest.raises(TypeError):
         result()
+
+
+class Flat(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(32, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.fc(torch.sigmoid(x * 2).contiguous().view(len(x), -1)))
+
+
+def test_inputs_may_lie_otherwise_in_memory_than_the_example() -> None:
+    model = Flat()
+    result = segmented(model, torch.randn(4, 8, 4)).module
+    for x in (torch.randn(4, 4, 8).transpose(1, 2), torch.randn(4, 8, 1).expand(4, 8, 4), torch.randn(4, 8, 4)):
+        assert runs_rewritten(result, x)
+        assert_same_bits(step(result, x), step(model, x))
+
+
+class Optional(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, scale: Tensor | None = None, shift: Tensor | None = None) -> Tensor:
+        y = torch.tanh(self.fc(x)) if scale is None else torch.tanh(self.fc(x)) * scale
+        return y if shift is None else y + shift
+
+
+def test_an_argument_by_its_place_is_not_taken_for_another_that_was_captured_by_name() -> None:
+    model, x, other = Optional(), torch.randn(4, 8), torch.randn(4, 8)
+    result = segmented(model, x, kwargs={"shift": other}).module
+    assert runs_rewritten(result, x, None, other)
+    assert result(x, None, other).equal(model(x, None, other))
+    with fallback("captured for a call with x, shift"):
+        assert result(x, other).equal(model(x, other))
+
+
+def test_an_argument_that_is_its_default_counts_as_left_out() -> None:
+    model, x = Optional(), torch.randn(4, 8)
+    result = segmented(model, x).module
+    assert runs_rewritten(result, x, None)
+    assert_same_bits(
+        step(result, x, lambda module, x: module(x, None, shift=None)), step(model, x, lambda module, x: module(x))
+    )
+    compiled = torch.compile(result, backend="eager", fullgraph=True)
+    assert compiled(x, shift=None).equal(model(x))
 
 
 def deep_copy(result: nn.Module) -> nn.Module:

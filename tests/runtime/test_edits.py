@@ -608,6 +608,22 @@ def test_unfreezing_afterwards() -> None:
     assert_same_bits(numbers, step(plain, image(4)))
 
 
+@pytest.mark.parametrize("budget", ["min", "1GB"])
+def test_layers_that_train_later_are_told_of_where_the_budget_does_not_hold(budget: str) -> None:
+    model, x = net(), torch.randn(16, 3, 16, 16)
+    model.stem.requires_grad_(False)
+    twin = memrewrite.optimize(model, x, budget=budget, optimizer="none", verify=False)
+    twin.requires_grad_()
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            twin(x).square().mean().backward()
+    peak = memrewrite.measure(twin, x, optimizer="none").peak
+    told = f"which was frozen when it was planned; optimize again for a plan. A step takes {peak / 1e6:.2f} MB"
+    assert [str(w.message) for w in seen if told not in str(w.message)] == []
+    assert len(seen) == (budget == "min")
+
+
 def test_a_drop_in_that_is_gone_keeps_nothing() -> None:
     twin = optimized(net())
     weight = weakref.ref(twin.stem.weight)

@@ -331,6 +331,31 @@ def test_a_part_that_torch_func_transforms_is_left_alone_and_its_neighbour_is_no
     assert reason in report.notes
 
 
+class Curved(nn.Module):
+    """A block, and what the second derivatives of a network are by its output, as in physics-informed nets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = Block()
+        self.field = nn.Sequential(nn.Linear(16, 8), nn.Tanh(), nn.Linear(8, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        second = torch.func.vmap(torch.func.hessian(lambda row: self.field(row).sum()))(self.body(x)[:, 0])
+        result: Tensor = second.square().mean()
+        return result
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")  # PyTorch's own, on its first jvp
+def test_a_part_beside_derivatives_that_fake_tensors_do_not_carry_is_rewritten() -> None:
+    torch.manual_seed(0)
+    model, x = Curved().train(), torch.randn(4, 40, 16)
+    assert memrewrite.estimate(model, x).peak.bytes == memrewrite.measure(model, x).peak
+    report = memrewrite.report_of(memrewrite.optimize(model, x, budget="min", cache=False))
+    assert report.equivalent, report.verdict
+    assert [*report.config["regions"]] == ["body"]
+    assert report.changed
+
+
 class Indexes(nn.Module):
     """Numbers of a tensor, one by one, as an index, which fake tensors do not take."""
 

@@ -12,6 +12,7 @@ from memrewrite.torch_internals.fake_tensors import (
     asks_for_numbers,
     has_no_storage,
     higher_order,
+    is_bare,
     is_of_a_class,
     lacks_fake_rule,
 )
@@ -55,6 +56,11 @@ def needs_data(name: str, error: Exception) -> str:
         return (
             f"{name} makes an index of the numbers in a tensor, taken one by one (at {place}), which no graph can "
             "hold; index with the tensor itself."
+        )
+    if is_bare(error):
+        return (
+            f"{name} takes derivatives forward (torch.func.jvp, jacfwd, hessian), through which backward does not go "
+            "on tensors without data; take them backward (jacrev of jacrev in place of hessian)."
         )
     if has_no_storage(error):
         return (
