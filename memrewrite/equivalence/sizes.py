@@ -98,9 +98,7 @@ def smaller_inputs(rewritten: nn.Module, inputs: Inputs, *, named: bool = False)
     for shares in _SHARES:
         tried = [*((shares[0][0], more) for more in _MORE), *shares[1:]] if program.ranges else shares
         sizes = [{place.symbol: place.shortened(*share) for place in cut_at} for share in tried]
-        full = {place.symbol: place.size for place in places} | dict(
-            numbers_of(rewritten, program, inputs.args, inputs.kwargs)
-        )
+        full = {place.symbol: place.size for place in places} | numbers
         fit = [each for each in sizes if not program.ranges or program.fits(**{**full, **each})]
         kinds.append([cut(inputs, cut_at, each) for each in fit])
     return kinds
