@@ -120,12 +120,12 @@ def predict(
                 noted=noted,
                 twins=twins,
             )
-    except (DataDependentError, FallbackWarning):
+    except (DataDependentError, FallbackWarning) as error:
         if not measurable:
             raise
         module = module if written is None else assembled(module, written)
         timeline = _tracked(module, inputs, step, steps, attribute, blocks, workspace_bytes)
-        return with_workspaces(timeline, workspace_bytes)
+        return replace(with_workspaces(timeline, workspace_bytes), real=isinstance(error, DataDependentError))
 
 
 def _tracked(

@@ -50,6 +50,7 @@ _HOOKED = (
     "step: an optimizer that steps in them has its state beside what is predicted."
 )
 _SOONER = "Nothing had to be rewritten: written out as a program, the model lets go of values sooner."
+_REAL = "The peak is that of real steps on the example, as tensors without data cannot take them: others may take more."
 _NOT_WHOLE = "returns={!r} has no effect but on the training step of a model that is captured whole."
 _RETURNED_ALL = "returns={!r} has no effect: the step would take more so, and the model is returned as it is."
 _NOT_STRICT = "strict has no effect: the model fits as it is, is returned as it is, and takes any call."
@@ -110,7 +111,7 @@ def run(work: Workload, asked: Request, progress: Progress, offer: Offer = decli
         candidate = _first(bench, found, progress)
         progress("rewrite")
         candidate, measured = _rewritten(candidate, limit, before, asked, progress, offer)
-    after = candidate.simulate()
+    candidate, after = _simulated(candidate)
     bound = 0 if limit is None else limit.resolve(limit.of(before)) or 0
     if not candidate.modified:
         if limit is None or limit.of(before) <= max(bound, limit.of(after)):
@@ -135,6 +136,12 @@ def run(work: Workload, asked: Request, progress: Progress, offer: Offer = decli
     with_hooks_of(work.model, result)
     complete_by(report, when_written(result))
     return Outcome(result, report, bench, lambda: _captured(candidate), True, proof)
+
+
+def _simulated(candidate: Candidate) -> tuple[Candidate, Timeline]:
+    """The candidate, which tells where its step was a real one, and the timeline of that."""
+    after = candidate.simulate()
+    return candidate.noted(_REAL) if after.real else candidate, after
 
 
 def _from_here(step: Step, model: nn.Module, inputs: Inputs) -> Step:

@@ -1,5 +1,6 @@
 """Running a model forward once, to see what its submodules are called with and what they give."""
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TypeVar
@@ -18,6 +19,7 @@ from memrewrite.torch_internals.dispatch_modes import as_eager
 from memrewrite.workload.step import Inputs, Step, autocast, device_type
 
 T = TypeVar("T")
+_OF_CHECKPOINTS = "None of the inputs have requires_grad=True"  # of a model's own, where there are no gradients here
 
 
 def watched(
@@ -59,5 +61,7 @@ def forward_once(model: nn.Module, inputs: Inputs, step: Step, grad: bool) -> No
         preserved_state(model, inputs),
         torch.set_grad_enabled(grad),
         autocast(step.amp, device_type(model, inputs)),
+        warnings.catch_warnings(),
     ):
+        warnings.filterwarnings("ignore", _OF_CHECKPOINTS)
         inputs.run(model)

@@ -28,7 +28,8 @@ class Timeline:
 
     Where submodules were followed, ``lives`` has every storage and ``modules`` for each event the path of the submodule
     whose operator it is: in backward, the one whose forward is undone; "" for the module itself, None outside of it.
-    ``asked_for`` are the same steps by what is asked for and not by blocks, where both were counted.
+    ``asked_for`` are the same steps by what is asked for and not by blocks, where both were counted. ``real``
+    says that the steps were, as tensors without data could not take them.
     """
 
     peak: int
@@ -44,6 +45,7 @@ class Timeline:
     lives: tuple[Life, ...] = ()
     modules: tuple[str | None, ...] = ()
     asked_for: "Timeline | None" = None
+    real: bool = False
 
     def living(self, event: int) -> list[Life]:
         """The storages in use at the event of that number."""

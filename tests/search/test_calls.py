@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch._higher_order_ops import scan
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import scaled_dot_product_attention
+from torch.utils.checkpoint import checkpoint
 
 import memrewrite
 from memrewrite.records.errors import CaptureError, MeasurementError, NotEquivalentError
@@ -331,6 +332,25 @@ def test_a_part_that_torch_func_transforms_is_left_alone_and_its_neighbour_is_no
     assert reason in report.notes
 
 
+class Repeated(nn.Module):
+    """A block under a checkpoint of the model's own, of the kind that asks for an input with a gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.body = Block(), nn.Sequential(nn.Linear(16, 16), nn.BatchNorm1d(40))
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = checkpoint(self.body, self.stem(x), use_reentrant=True)
+        return result
+
+
+def test_nothing_is_warned_of_that_is_so_without_gradients_alone() -> None:
+    report = memrewrite.report_of(
+        memrewrite.optimize(Repeated().train(), torch.randn(4, 40, 16), budget="min", cache=False)
+    )
+    assert "updates buffers under its own torch.utils.checkpoint" in report.notes[0]
+
+
 class Curved(nn.Module):
     """A block, and what the second derivatives of a network are by its output, as in physics-informed nets."""
 
@@ -399,3 +419,4 @@ def test_a_model_that_indexes_with_the_numbers_of_a_tensor_is_rewritten_in_parts
     assert report.changed
     reason = r"Indexes makes an index of the numbers in a tensor, taken one by one \(at test_calls.py:\d+\)"
     assert re.search(reason, report.notes[0])
+    assert report.notes[-1].startswith("The peak is that of real steps on the example, as tensors without data cannot")
