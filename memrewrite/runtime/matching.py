@@ -1,8 +1,8 @@
-"""Is a call one that a program is right for? Torch only; part of every artifact."""
+"""Is a call one that a ``Program`` is right for? Torch only; part of every artifact."""
 
 import itertools
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,16 +12,13 @@ from memrewrite.runtime.differences import described, divided, sizes_of
 from memrewrite.runtime.guards import Guards
 from memrewrite.runtime.segment import OWN, autocast_dtype
 
-if TYPE_CHECKING:
-    from memrewrite.runtime.dropin import Program
-
 
 def gradients_now(module: nn.Module, tensors: Iterable[Tensor]) -> tuple[bool, ...]:
     """Whether gradients are on, and of each input and parameter whether it needs one."""
     return (torch.is_grad_enabled(), *(t.requires_grad for t in itertools.chain(tensors, module.parameters())))
 
 
-def values_of(program: "Program", args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...] | None:
+def values_of(program: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...] | None:
     """What a call gives the parameters that a program names, in order; None where it fills others.
 
     Of a forward that does not name them, it is the arguments as they are.
@@ -34,7 +31,7 @@ def values_of(program: "Program", args: tuple[Any, ...], kwargs: dict[str, Any])
     return (*args, *(kwargs[name] for name in others))
 
 
-def numbers_of(program: "Program", args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[str, float]]:
+def numbers_of(program: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[str, float]]:
     """The numbers that vary, by name, in a call that a program is right for: it is given them after the tensors."""
     if all(spec[0] != "number" for spec in program.leaves):
         return []
@@ -47,7 +44,7 @@ def name_of_class(kind: type) -> str:
     return f"{kind.__module__}.{kind.__qualname__}"
 
 
-def match(program: "Program", module: nn.Module, leaves: list[Any]) -> tuple[list[Tensor] | None, str]:
+def match(program: Any, module: nn.Module, leaves: list[Any]) -> tuple[list[Tensor] | None, str]:
     """The tensors of a call with these leaves that the program is right for; else None and why."""
     tensors: list[Tensor] = []
     sizes: dict[str, float] = {}
