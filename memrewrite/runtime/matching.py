@@ -1,4 +1,4 @@
-"""Is a call one that a program is right for? Torch only; part of every artifact."""
+"""Is a call one that a ``Program`` is right for? Torch only; part of every artifact."""
 
 import itertools
 from collections.abc import Iterable

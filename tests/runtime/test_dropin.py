@@ -804,19 +804,21 @@ def test_a_dropin_inside_another_model_is_optimized_with_it() -> None:
     assert_same_bits(step(result, image()), step(outer, image()))
 
 
-def test_inputs_that_are_not_tensors_must_be_the_same() -> None:
+def test_inputs_that_are_neither_tensors_nor_numbers_must_be_the_same() -> None:
     class Scaled(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.fc = nn.Linear(8, 8)
 
-        def forward(self, x: Tensor, how: str = "tanh", flag: bool | None = None) -> Tensor:
-            return getattr(self.fc(x), how)() * (1 if flag is None else -1)
+        def forward(self, x: Tensor, how: str, scale: float = 1.0, flag: bool | None = None) -> Tensor:
+            return getattr(self.fc(x), how)() * (scale if flag is None else -scale)
 
     model, x = Scaled(), torch.randn(4, 8)
-    result = segmented(model, x, "sin").module
-    assert result(x, "sin").equal(model(x, "sin"))
-    with fallback("how is 'cos', captured as 'sin'"):
-        assert copy.deepcopy(result)(x, "cos").equal(model(x, "cos"))
-    with fallback("it was captured for a call with x, how"):
-        assert result(x, "sin", True).equal(model(x, "sin", True))
+    result = segmented(model, x, "sin", 2.0).module
+    for scale in (2.0, 3.0):
+        assert result(x, "sin", scale).equal(model(x, "sin", scale))
+    for other, reason in {"cos": "how is 'cos', captured as 'sin'", "sin": "scale is 2, captured for another"}.items():
+        with fallback(reason):
+            assert copy.deepcopy(result)(x, other, 2).equal(model(x, other, 2))
+    with fallback("it was captured for a call with x, how, scale"):
+        assert result(x, "sin", 2.0, True).equal(model(x, "sin", 2.0, True))
