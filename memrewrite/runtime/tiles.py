@@ -81,11 +81,11 @@ class _Tiles:
     def slopes(self, given: tuple[Tensor, ...], gradients: tuple[Tensor | None, ...], wanted: list[bool]) -> Gradients:
         """The gradients of those of ``given`` that are ``wanted``, of which those of weights are added up in place."""
         of_rows = {i: given[i].new_empty(given[i].shape) for i in self.in_rows if wanted[i]}
-        leaves = [t.detach().requires_grad_(need) for t, need in zip(given, wanted, strict=True)]
+        leaves = [self._leaf(i, t).requires_grad_(wanted[i]) for i, t in enumerate(given)]
         whole = [leaf for i, leaf in enumerate(leaves) if wanted[i] and i not in of_rows]
         coming = [None if gradient is None else self._rows(gradient) for gradient in gradients]
         with torch.enable_grad():
-            read = self._as_read(leaves)
+            read = self._as_read([leaf.to(t.dtype) for leaf, t in zip(leaves, given, strict=True)])
         for some, piece in self._pieces(read):
             for i in of_rows:
                 piece[i] = piece[i].detach().requires_grad_()
@@ -99,7 +99,14 @@ class _Tiles:
             for i, slope in of_rows.items():
                 found, there = piece[i].grad, self._some(self._rows(slope), some)
                 there.zero_() if found is None else there.copy_(found)
-        return [of_rows.get(i, leaf.grad) for i, leaf in enumerate(leaves)]
+        sums = (None if leaf.grad is None else leaf.grad.to(t.dtype) for leaf, t in zip(leaves, given, strict=True))
+        return [of_rows.get(i, total) for i, total in enumerate(sums)]
+
+    def _leaf(self, i: int, given: Tensor) -> Tensor:
+        """What stands for a tensor that is given: of one that pieces along a dimension read whole, as keys and values
+        of rows are, gradients are summed in float32, as a product of all rows does."""
+        whole = self.dim is not None and i not in self.in_rows and given.is_floating_point()
+        return given.detach().to(torch.promote_types(given.dtype, torch.float32)) if whole else given.detach()
 
     def _as_read(self, given: list[Tensor]) -> list[Tensor]:
         """The same with weights as autocast gives them to products, once for all rows."""
