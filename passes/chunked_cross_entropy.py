@@ -24,7 +24,7 @@ from memrewrite.observe.effects import Effects
 from memrewrite.passes.matching import between, erase, inherit
 from memrewrite.passes.spelling import by_name, operand, operation, tensor
 from memrewrite.rewriting.contract import Findings, Result
-from memrewrite.runtime.cross_entropy import AT_ONCE, chunked_cross_entropy, rows_of, too_few
+from memrewrite.runtime.cross_entropy import AT_ONCE, REDUCTIONS, chunked_cross_entropy, rows_of, too_few
 
 ARGUMENTS = {
     "cross_entropy_loss": ("self", "target", "weight", "reduction", "ignore_index", "label_smoothing"),
@@ -32,7 +32,6 @@ ARGUMENTS = {
         *("input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction", "label_smoothing"),
     ),
 }
-REDUCTIONS = {"none": 0, "mean": 1, "sum": 2}
 NO_INDICES = "Its targets are not one class index for each row of logits."
 VIEWS = ("view", "reshape", "flatten", "_unsafe_view", "contiguous")
 _CASTS = ("to", "float", "_to_copy")

@@ -49,6 +49,11 @@ class Group:
         return replace(self, members=tuple(member for member in self.members if member not in nodes))
 
 
+def bytes_of(node: fx.Node) -> int:
+    """The bytes of what a node gives."""
+    return sum(value.nbytes for value in tensors_in(node.meta["val"]))
+
+
 def computes_each_number(node: fx.Node) -> bool:
     """Whether a node makes each number of its result of those at the same place in what it is given."""
     name = operation(node)

@@ -28,7 +28,6 @@ from memrewrite.observe.effects import Effects
 from memrewrite.passes.chunked_cross_entropy import (
     ARGUMENTS,
     NO_INDICES,
-    REDUCTIONS,
     VIEWS,
     few,
     not_in_rows,
@@ -36,7 +35,7 @@ from memrewrite.passes.chunked_cross_entropy import (
 from memrewrite.passes.matching import between, erase, inherit, shared
 from memrewrite.passes.spelling import CASTS, by_name, number, operand, operation, options, tensor
 from memrewrite.rewriting.contract import Findings, Result
-from memrewrite.runtime.cross_entropy import AT_ONCE, rows_of
+from memrewrite.runtime.cross_entropy import AT_ONCE, REDUCTIONS, rows_of
 from memrewrite.runtime.linear_cross_entropy import linear_cross_entropy
 
 aten = torch.ops.aten

@@ -25,7 +25,7 @@ from torch import fx
 
 from memrewrite.observe.effects import Effects
 from memrewrite.passes.chunked_cross_entropy import VIEWS
-from memrewrite.passes.groups import Group, as_it_is, is_pointwise, is_trained, obstacle, put
+from memrewrite.passes.groups import Group, as_it_is, bytes_of, is_pointwise, is_trained, obstacle, put
 from memrewrite.passes.spelling import operand, operation, tensor
 from memrewrite.records.graph_calls import TiledCall
 from memrewrite.rewriting.contract import Findings, Result
@@ -99,14 +99,14 @@ class Part(Group):
     def ends(self) -> int:
         """The bytes of what it is given in rows, of what it gives, and of one weight's gradient, before it is added."""
         weights = (self.inputs[i] for i in self.weights)
-        added = max((_bytes(node) for node in weights if node.meta["val"].requires_grad), default=0)
-        return sum(_bytes(node) for node in (*(self.inputs[i] for i in self.in_rows), *self.outputs)) + added
+        added = max((bytes_of(node) for node in weights if node.meta["val"].requires_grad), default=0)
+        return sum(bytes_of(node) for node in (*(self.inputs[i] for i in self.in_rows), *self.outputs)) + added
 
     @cached_property
     def inside(self) -> int:
         """The bytes of what it makes on the way."""
         made = (node for node in self.members if node not in self.outputs and self.effects.of[node].moved)
-        return sum(map(_bytes, made))
+        return sum(map(bytes_of, made))
 
     @cached_property
     def read_both_ways(self) -> set[fx.Node]:
@@ -243,10 +243,6 @@ def _count(node: fx.Node) -> int:
     """How many rows a node has, 0 where there are none, or not equally many in all of its results."""
     shapes = {value.shape[:-1] for value in tensors_in(node.meta["val"]) if value.dim() > 1}
     return next(iter(shapes)).numel() if len(shapes) == 1 else 0
-
-
-def _bytes(node: fx.Node) -> int:
-    return sum(value.nbytes for value in tensors_in(node.meta["val"]))
 
 
 def _obstacle(part: Part) -> str | None:

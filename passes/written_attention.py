@@ -3,15 +3,16 @@
 Scores are of every two places of a text. Of some texts, heads or rows at a time, they never exist for all of them.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from math import ceil
+from typing import Any
 
 from torch import fx
 
 from memrewrite.observe.effects import Effects
-from memrewrite.passes.groups import Group, is_pointwise, is_trained, obstacle
+from memrewrite.passes.groups import Group, bytes_of, is_pointwise, is_trained, obstacle
 from memrewrite.passes.matching import erase
 from memrewrite.passes.spelling import by_name, operand, operation, tensor
 from memrewrite.records.graph_calls import PiecedCall
@@ -44,7 +45,7 @@ class WrittenAttention(Group):
     @property
     def scores(self) -> int:
         """The bytes of what it makes of every two places."""
-        return _bytes((self.softmax,))
+        return bytes_of(self.softmax)
 
     @property
     def is_worth_it(self) -> bool:
@@ -77,12 +78,12 @@ class WrittenAttention(Group):
     @cached_property
     def _ends(self) -> int:
         """The bytes of queries, keys, values and results."""
-        return _bytes((*_factors(self.first), _factors(self.members[-1])[1], self.members[-1]))
+        return sum(map(bytes_of, (*_factors(self.first), _factors(self.members[-1])[1], self.members[-1])))
 
     @cached_property
     def _inside(self) -> int:
         """The bytes of what it makes on the way."""
-        return _bytes(node for node in self.members[:-1] if self.effects.of[node].moved)
+        return sum(bytes_of(node) for node in self.members[:-1] if self.effects.of[node].moved)
 
     @property
     def _dim(self) -> int:
@@ -197,10 +198,10 @@ def _unread(effects: Effects) -> set[fx.Node]:
 
 def _factors(node: fx.Node) -> tuple[fx.Node, ...]:
     """The two that a node multiplies, matrix by matrix; none of any other node."""
-    place = _PRODUCTS.get(operation(node))
-    factors = [] if place is None else [*node.args[place : place + 2]]
-    if operation(node) == "einsum" and _letters(node) is not None:
-        factors = [*node.args[1]]  # type: ignore[misc]
+    place, letters = _PRODUCTS.get(operation(node)), _letters(node)
+    if place is None and letters is None:
+        return ()
+    factors: Any = node.args[1] if place is None else node.args[place : place + 2]
     values = [tensor(factor) for factor in factors]
     if len(values) != 2 or any(value is None or value.dim() < 3 for value in values):
         return ()
@@ -236,8 +237,3 @@ def _of_rows(softmax: fx.Node) -> bool:
     value = tensor(softmax)
     rank = 0 if value is None else value.dim()
     return rank > 2 and by_name(softmax, ("self", "dim")).get("dim") in (-1, rank - 1)
-
-
-def _bytes(nodes: Iterable[fx.Node]) -> int:
-    values = map(tensor, nodes)
-    return sum(value.nbytes for value in values if value is not None)

@@ -29,6 +29,7 @@ from memrewrite.records.report import Report
 from memrewrite.report.files import json_text
 from memrewrite.runtime.dropin import Program, own, programs
 from memrewrite.runtime.likeness import describe
+from memrewrite.runtime.matching import specs_of_tensors
 from memrewrite.version import __version__
 from memrewrite.workload.original import original_of
 
@@ -121,7 +122,7 @@ def _write_model(draft: Path, optimized: nn.Module, rewritten: dict[str, Program
 
 def _moving(program: Program, constants: dict[str, torch.Tensor]) -> dict[str, bool]:
     """Which constants lie where the inputs do, and so have to follow the parameters."""
-    device = next((leaf[1] for leaf in program.leaves if leaf[0] not in ("constant", "number")), None)
+    device = next((spec[1] for spec in specs_of_tensors(program.leaves)), None)
     return {name: device is None or tensor.device.type == device for name, tensor in constants.items()}
 
 

@@ -66,16 +66,19 @@ def capture(
     So do sizes that differ ``elsewhere``; those in ``ranges`` have to. Custom ``functions`` stay calls in the graph.
     """
     *tried, last = attempts(inputs, ranges, elsewhere)
-    for shapes in (*tried, last):
+    numbers = numbers_in(inputs)
+
+    def attempted(shapes: Shapes) -> Captured:
         attempt = functools.partial(_attempt, model, functions=functions, ranges=ranges, varying=shapes)
-        if numbers := numbers_in(inputs):
-            with contextlib.suppress(Exception):
-                return for_numbers(model, inputs, numbers, attempt)
-        if shapes is last:
-            break
+        if numbers:
+            with contextlib.suppress(Exception):  # whatever the reason, then these numbers do not vary
+                return for_numbers(model, inputs, numbers, functions, attempt)
+        return attempt(inputs)
+
+    for shapes in tried:
         with contextlib.suppress(Exception):  # whatever the reason, the last attempt tells it
-            return attempt(inputs)
-    return attempt(inputs)
+            return attempted(shapes)
+    return attempted(last)
 
 
 def _attempt(

@@ -8,7 +8,7 @@ int)``), so the graph is held against what is captured for other numbers, in whi
 
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -29,8 +29,14 @@ def numbers_in(inputs: Inputs) -> frozenset[int]:
     return frozenset(i for i, leaf in enumerate(leaves) if type(leaf) in (int, float) and math.isfinite(leaf))
 
 
-def for_numbers(model: nn.Module, inputs: Inputs, numbers: frozenset[int], attempt: partial[Captured]) -> Captured:
-    """What an attempt gives in which these numbers vary, or those of them that can.
+def for_numbers(
+    model: nn.Module,
+    inputs: Inputs,
+    numbers: frozenset[int],
+    functions: Sequence[type],
+    attempt: Callable[..., Captured],
+) -> Captured:
+    """What an attempt gives in which these numbers vary, or those of them that can; custom ``functions`` are calls.
 
     Raises ``ValueError`` where none can, or the graph for all is not the one for each.
     """
@@ -48,7 +54,7 @@ def for_numbers(model: nn.Module, inputs: Inputs, numbers: frozenset[int], attem
     other = partial(_with_numbers, others=changed)
     if not varying or not _is_for(found, chosen, attempt(other(inputs), numbers=varying - {*changed})):
         raise ValueError("for other numbers it is another graph")
-    refuse_kept(model, inputs, attempt.keywords["functions"], other)
+    refuse_kept(model, inputs, functions, other)
     return found
 
 

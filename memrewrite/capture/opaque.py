@@ -85,10 +85,14 @@ class Returning(Traced):
 
     varying = (torch.SymInt, torch.SymFloat)
 
+    @property
+    def fractions(self) -> list[torch.SymFloat]:
+        """Those among what varies."""
+        return [each for each in self.sizes if isinstance(each, torch.SymFloat)]
+
     def told(self) -> tuple[list[Tensor], list[Any]]:
         """Tensors and sizes for the operator: a fraction is a tensor of it there, as no operator has lists of these."""
-        fractions = (each for each in self.sizes if isinstance(each, torch.SymFloat))
-        made = [torch.ops.aten.scalar_tensor.default(each, dtype=torch.float64) for each in fractions]
+        made = [torch.ops.aten.scalar_tensor.default(each, dtype=torch.float64) for each in self.fractions]
         return [*self.tensors, *made], [each for each in self.sizes if isinstance(each, torch.SymInt)]
 
     def taken(self, tensors: Sequence[Any], sizes: Sequence[Any], fractions: Iterable[Any]) -> tuple[Any, Any]:
@@ -228,7 +232,7 @@ def _on_fakes(tensors: list[Tensor], sizes: list[Any], number: int) -> list[Tens
     if not isinstance(call, Returning):
         raise InternalError(f"{call.name} gives nothing.")
     with torch.no_grad():
-        return call.run(*call.taken(tensors, sizes, [each for each in call.sizes if isinstance(each, torch.SymFloat)]))
+        return call.run(*call.taken(tensors, sizes, call.fractions))
 
 
 @contextmanager

@@ -127,7 +127,8 @@ def _fixed(result: OptimizedModule, given: Mapping[str, Any]) -> list[str]:
     names = [name for name, value in given.items() if type(value) is int]
     if program is None or len(program.names) != len(program.leaves):
         return names
-    return [name for name in names if dict(zip(program.names, program.leaves, strict=True))[name][0] == "constant"]
+    leaves = dict(zip(program.names, program.leaves, strict=True))
+    return [name for name in names if leaves[name][0] == "constant"]
 
 
 def _computes_another(trainer: Trainer) -> bool:

@@ -14,6 +14,7 @@ from memrewrite.records.outcomes import PeaksBySize
 from memrewrite.records.report import Report
 from memrewrite.report.later import complete_by
 from memrewrite.runtime.dropin import own, programs
+from memrewrite.runtime.matching import specs_of_tensors
 from memrewrite.workload.hooks import hooks_off
 from memrewrite.workload.original import original_of
 
@@ -85,7 +86,7 @@ def _none(why: str) -> PeaksBySize:
 
 
 def _vary(leaves: tuple[Any, ...]) -> bool:
-    return any(isinstance(size, str) for spec in leaves if spec[0] not in ("constant", "number") for size in spec[2])
+    return any(isinstance(size, str) for spec in specs_of_tensors(leaves) for size in spec[2])
 
 
 def _lengths_first(places: list[Place]) -> list[Place]:

@@ -19,6 +19,7 @@ from torch import Tensor
 from memrewrite.runtime.segment import autocast_dtype
 
 _IGNORED = -100
+REDUCTIONS = {"none": 0, "mean": 1, "sum": 2}  # as ATen counts them
 AT_ONCE = 2**24  # logits, 64 MiB in float32: kernels of that size outlast their launches
 _PARTS = 16  # logits that few parts hold are made in as many smaller ones,
 _LEAST_LOGITS = 2**20  # but no part is of fewer: 4 MiB in float32, a few microseconds of a GPU

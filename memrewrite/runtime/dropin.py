@@ -19,7 +19,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_structure, tree_unf
 
 from memrewrite.runtime.differences import Owners, exported, owners_of, parted, surrounded
 from memrewrite.runtime.guards import Guards, Noted, Reads
-from memrewrite.runtime.matching import match, numbers_of, values_of
+from memrewrite.runtime.matching import match, numbers_of, specs_of_tensors, values_of
 from memrewrite.runtime.operations import AROUND_NODES, IN_GRAPHS
 from memrewrite.runtime.parameters import Parameters
 from memrewrite.runtime.plain_values import as_bytes
@@ -135,9 +135,10 @@ class Own:
 
     def check_call(self, program: Program, tensors: list[Tensor], call: Call) -> None:
         """Let the promise look at a call that records for backward, at its sizes also if it was planned not to."""
-        self.promise.check_frozen(7, call)
+        if torch.is_grad_enabled():
+            self.promise.check_frozen(7, call)
         if program.planned and (torch.is_grad_enabled() or not program.differentiable):
-            shapes = (spec[2] for spec in program.leaves if spec[0] not in ("constant", "number"))
+            shapes = (spec[2] for spec in specs_of_tensors(program.leaves))
             named = (zip(shape, tensor.shape, strict=True) for tensor, shape in zip(tensors, shapes, strict=True))
             sizes = {name: size for pairs in named for name, size in pairs if isinstance(name, str)}
             self.promise.check(sizes, 6, call)

@@ -249,7 +249,7 @@ def _is_there(value: Any) -> bool:
     return isinstance(value, LazyOutput) and value.is_there
 
 
-def _rows_now(output: Any) -> OutputRows | None:
+def _rows_now(output: Any) -> Any:
     """The rows of an output that is not there, under the autocast that it is of; outside of it, as accelerate leaves it
     with the model, those that were cast, or compared: they are of a type that it leaves alone."""
     if not isinstance(output, LazyOutput):

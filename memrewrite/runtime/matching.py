@@ -1,7 +1,7 @@
 """Is a call one that a ``Program`` is right for? Torch only; part of every artifact."""
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -26,6 +26,11 @@ def values_of(module: nn.Module, program: Any, args: tuple[Any, ...], kwargs: di
     """
     parameters: Parameters = getattr(type(module), OWN).parameters
     return parameters.values(program.names, args, kwargs) if program.names else (args, kwargs)
+
+
+def specs_of_tensors(leaves: Iterable[tuple[Any, ...]]) -> Iterator[tuple[Any, ...]]:
+    """What a program says of the tensors among its inputs: type, kind of device and sizes."""
+    return (spec for spec in leaves if spec[0] not in ("constant", "number"))
 
 
 def numbers_of(

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from memrewrite.runtime.cross_entropy import rows_of, stepped
+from memrewrite.runtime.cross_entropy import REDUCTIONS, rows_of, stepped
 from memrewrite.runtime.linear_cross_entropy import cast_once, linear_cross_entropy, widened
 from memrewrite.runtime.row_expressions import LOGARITHMS, MOVES, TAKES, Leaves, Replacing, Rows, reshaped
 from memrewrite.runtime.segment import autocast_dtype
@@ -25,7 +25,6 @@ SCALED_IN_PLACE: dict[Any, str] = {
     **dict.fromkeys((Tensor.mul_, Tensor.__imul__), "mul"),
     **dict.fromkeys((Tensor.div_, Tensor.__itruediv__), "div"),
 }
-_REDUCTION = {"none": 0, "mean": 1, "sum": 2}
 _LOGS = "log_softmax"
 
 
@@ -132,14 +131,14 @@ class OutputRows(Rows):
         """Whether ``loss`` is what ``F.cross_entropy`` makes of an output with this target."""
         classes = isinstance(target, Tensor) and target.dtype == torch.int64 and target.shape == self.hidden.shape[:-1]
         placed = self.moved or self.layout.dim() == 2
-        return classes and placed and reduction in _REDUCTION and not self._has_logarithms
+        return classes and placed and reduction in REDUCTIONS and not self._has_logarithms
 
     def loss(
         self, target: Tensor, weight: Tensor | None, ignore_index: int, reduction: str, label_smoothing: float = 0.0
     ) -> Tensor:
         """Cross-entropy, the logits of which are made some rows at a time."""
         rows, early = rows_of(self.layout.numel(), len(self.weight), wide=self.rows), reduction != "none"
-        how: Any = self.steps, _REDUCTION[reduction], ignore_index, label_smoothing, rows, early, early and self.fused
+        how: Any = self.steps, REDUCTIONS[reduction], ignore_index, label_smoothing, rows, early, early and self.fused
         given = self.hidden.flatten(0, -2), self.weight, self.bias, target.flatten(), weight
         loss = linear_cross_entropy(*given, *how)
         return loss.view_as(target) if reduction == "none" else loss

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from torch import Tensor, is_grad_enabled, nn
+from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 Call = tuple[nn.Module, tuple[Any, ...], dict[str, Any]]
@@ -88,7 +88,7 @@ class Promise:
         Raises ``BeyondPlanError`` instead where the promise is strict.
         """
         thawed = [name for name, ref in self._frozen.items() if (now := ref()) is not None and now.requires_grad]
-        if not thawed or not is_grad_enabled():
+        if not thawed:
             return
         self._peaks.clear()
         peak = self._peak(call, False) or self._peak(call, True)  # as segments of what was frozen run as they do there

@@ -7,6 +7,7 @@ This file needs torch only, because its text is also pasted into generated model
 """
 
 import functools
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -16,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional
 from torch.utils._pytree import tree_leaves, tree_map
 
-from memrewrite.runtime.cross_entropy import reduced, rows_of
+from memrewrite.runtime.cross_entropy import REDUCTIONS, reduced, rows_of
 from memrewrite.runtime.linear_cross_entropy import widened
 from memrewrite.runtime.tiles import in_tiles
 
@@ -25,7 +26,7 @@ Replacing = Callable[[Tensor, str], Any]
 Leaves = dict[int, tuple[Tensor, str]]
 
 
-class Rows:
+class Rows(ABC):
     """What an output is made of, row by row. ``layout`` has its sizes, type and strides, on the meta device.
 
     Its ``leaves`` are tensors by their ids: ``hidden`` ones, of rows that are multiplied with a ``weight``, others of
@@ -36,13 +37,13 @@ class Rows:
     moved: bool
     leaves: Leaves
 
+    @abstractmethod
     def value(self, at: dict[int, Tensor], known: dict[Any, Tensor]) -> Tensor:
         """It, of what is ``at`` the places of its leaves. ``known`` is what was made meanwhile."""
-        raise NotImplementedError
 
+    @abstractmethod
     def replaced(self, replacing: Replacing, known: dict[int, Any]) -> "Rows":
         """The same with something else in the place of its leaves, of each kind. ``known`` is what was replaced."""
-        raise NotImplementedError
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -142,7 +143,7 @@ class Rows:
         self, func: Any, target: Any, weight: Any, ignore_index: int, reduction: str, label_smoothing: float = 0.0
     ) -> Tensor | None:
         """``F.cross_entropy`` or ``F.nll_loss``, by the loss of each row; None where these do not tell it."""
-        if not isinstance(target, Tensor) or self.layout.dim() != 2 or self.moved or reduction not in _REDUCTIONS:
+        if not isinstance(target, Tensor) or self.layout.dim() != 2 or self.moved or reduction not in REDUCTIONS:
             return None
         by_classes = target.is_floating_point() and target.shape == self.layout.shape
         by_place = target.dtype == torch.int64 and target.shape == self.layout.shape[:-1]
@@ -157,7 +158,7 @@ class Rows:
 
         losses: Tensor = self.in_tiles(part, target if by_classes else target.unsqueeze(-1)).squeeze(-1)
         if by_place:
-            return reduced(losses, target, _REDUCTIONS[reduction], ignore_index)
+            return reduced(losses, target, REDUCTIONS[reduction], ignore_index)
         return losses if reduction == "none" else losses.mean() if reduction == "mean" else losses.sum()
 
 
@@ -343,7 +344,6 @@ def named(names: str, *owners: Any) -> list[Any]:
 
 _KINDS = ("hidden", "rows", "weight", "whole")
 _IN_ROWS = ("hidden", "rows")
-_REDUCTIONS = {"none": 0, "mean": 1, "sum": 2}
 _PLAIN_BESIDE = (int, float, bool, str, torch.dtype)
 LOGARITHMS = {*named("log_softmax", Tensor, torch, functional)}
 ALONG = {*named("softmax log_softmax", Tensor, torch, functional)}

@@ -57,9 +57,11 @@ def rewritten(candidate: Candidate, names: tuple[str, ...] | None, exact: bool) 
 
 def telling_of_attention(candidate: Candidate, peak: int) -> Candidate:
     """The candidate with a note where attention that the model writes out makes much of a peak of so many bytes."""
+    if candidate.bench.target.fuses:
+        return candidate
     found = [each for region in candidate.regions for each in written_attention(region.effects) if each.is_worth_it]
     kept = (sum if candidate.bench.step.mode == "train" else max)([0, *(each.scores for each in found)])
-    if kept < _MUCH * peak or candidate.bench.target.fuses:
+    if kept < _MUCH * peak:
         return candidate
     most, times = max(found, key=lambda each: each.scores), "once" if len(found) == 1 else f"{len(found)} times"
     scores, where = format_bytes(most.scores), origin(most.softmax)
