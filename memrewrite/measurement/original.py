@@ -1,19 +1,23 @@
 """The model as it is: its timeline, and whose fault it is where it does not run."""
 
 import traceback
-from collections.abc import Iterator
-from contextlib import contextmanager
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 
 import torch
 from torch import nn
 
 from memrewrite.measurement.measuring import predict
-from memrewrite.records.errors import CaptureError, MemrewriteError, UsageError, first_line
+from memrewrite.records.errors import CaptureError, DataDependentError, MemrewriteError, UsageError, first_line
 from memrewrite.records.lines import line_of
-from memrewrite.simulate import Timeline
+from memrewrite.runtime.promise import FallbackWarning
+from memrewrite.simulate import Noted, Timeline, setting_up
 from memrewrite.simulate.fake.refusals import refusal
+from memrewrite.targets.set_up import SettingUp
 from memrewrite.torch_internals.logs import untold_failures
-from memrewrite.workload.step import Inputs, Running, Step
+from memrewrite.workload.step import Inputs, Running, Step, device_of
 
 _MIXED = "got mixed torch.Tensor and DTensor"  # as every operator says it that is given both
 _WRITTEN = "modified by an inplace operation"
@@ -24,14 +28,48 @@ _OPTIMIZER = {Step.make_optimizer.__code__, Step.update.__code__}
 
 
 def simulate_original(
-    model: nn.Module, inputs: Inputs, step: Step, workspace: int, *, attribute: bool = False, probe: bool = True
+    model: nn.Module,
+    inputs: Inputs,
+    step: Step,
+    workspace: int,
+    *,
+    attribute: bool = False,
+    probe: bool = True,
+    noted: Noted | None = None,
 ) -> Timeline:
     """The timeline of the model as it is, by ``measuring.predict``.
 
     Raises ``CaptureError`` where the model itself fails on the inputs.
     """
     with blaming(model, step.in_backward):
-        return predict(model, inputs, step, workspace_bytes=workspace, attribute=attribute, probe=probe)
+        return predict(model, inputs, step, workspace_bytes=workspace, attribute=attribute, probe=probe, noted=noted)
+
+
+@contextmanager
+def original_simulated(
+    model: nn.Module, inputs: Inputs, step: Step, workspace: int
+) -> Iterator[Callable[[], Timeline]]:
+    """Gives what returns the timeline of the model as it is, by submodule; until that is asked, libraries set up.
+
+    Raises what ``simulate_original`` raises.
+    """
+    transients, noted = step.target.transients(device_of(model, inputs)), Noted()
+    look = partial(simulate_original, model, inputs, step, workspace, attribute=True)
+    if transients is None or not transients.sets_up:
+        timeline = look()
+        yield lambda: timeline
+        return
+    with ExitStack() as stack:
+        beside = SettingUp()
+        with blaming(model, step.in_backward), warnings.catch_warnings(), suppress(DataDependentError, FallbackWarning):
+            warnings.simplefilter("error", FallbackWarning)
+            beside = stack.enter_context(setting_up(model, inputs, step, transients, noted))
+
+        def once_set_up() -> Timeline:
+            beside.wait()
+            return look(noted=noted)
+
+        yield once_set_up
 
 
 @contextmanager

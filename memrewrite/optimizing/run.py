@@ -1,7 +1,7 @@
 """The stages of ``optimize``, one after the other: each takes a candidate and gives another one."""
 
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -12,7 +12,7 @@ from memrewrite.advice import infeasible
 from memrewrite.capture.returned import lazily, loss_alone
 from memrewrite.codegen.writer import generate
 from memrewrite.costs.profile import profile_on
-from memrewrite.measurement.original import blaming, simulate_original
+from memrewrite.measurement.original import blaming, original_simulated
 from memrewrite.observe.effects import observe
 from memrewrite.optimizing.by_size import when_written
 from memrewrite.optimizing.foresight import foresee_in, held
@@ -22,6 +22,7 @@ from memrewrite.process.frames import in_one_chunk
 from memrewrite.process.garbage import sought_as_before, sought_seldom
 from memrewrite.records.options import Budget
 from memrewrite.records.outcomes import Measured
+from memrewrite.records.ranges import Range
 from memrewrite.records.report import Report
 from memrewrite.report.assembly import report_on
 from memrewrite.report.later import complete_by
@@ -101,12 +102,10 @@ def run(work: Workload, asked: Request, progress: Progress, offer: Offer = decli
     device, step = device_of(bare.model, work.inputs), _from_here(work.step, bare.model, work.inputs)
     workspace = step.target.workspace_bytes(device, step.amp, step.mode)
     with compiling_ahead(device) if step.mesh is None and registry.compiles(asked.names) else nullcontext():
-        before = simulate_original(bare.model, work.inputs, step, workspace, attribute=True)
-        progress("capture")
-        found = find(bare.model, work.inputs, step, asked.regions_in(bare), ranges)
-        if asked.returns != "all":
-            with surroundings_put_back((), step.loss_fn):
-                found = _returning(asked, found, step)
+        with original_simulated(bare.model, work.inputs, step, workspace) as simulated:
+            progress("capture")
+            found = _found(bare, step, asked, ranges)
+            before = simulated()
         bench = Bench(bare.model, work.inputs, asked.rewritten(step), workspace, profile_on(device))
         candidate = _first(bench, found, progress)
         progress("rewrite")
@@ -136,6 +135,15 @@ def run(work: Workload, asked: Request, progress: Progress, offer: Offer = decli
     with_hooks_of(work.model, result)
     complete_by(report, when_written(result))
     return Outcome(result, report, bench, lambda: _captured(candidate), True, proof)
+
+
+def _found(bare: Workload, step: Step, asked: Request, ranges: Sequence[Range]) -> Regions:
+    """What is captured of the model, returning what it is asked to."""
+    found = find(bare.model, bare.inputs, step, asked.regions_in(bare), ranges)
+    if asked.returns != "all":
+        with surroundings_put_back((), step.loss_fn):
+            found = _returning(asked, found, step)
+    return found
 
 
 def _simulated(candidate: Candidate) -> tuple[Candidate, Timeline]:

@@ -1,5 +1,6 @@
 """Which line of the user's code is running, or raised, and whether a checkpoint runs it."""
 
+import contextlib
 import functools
 import inspect
 import os
@@ -8,7 +9,7 @@ import traceback
 import torch
 import torch.utils.checkpoint
 
-_NOT_THE_USERS = os.path.dirname(torch.__file__), os.path.dirname(os.path.dirname(__file__))
+_NOT_THE_USERS = os.path.dirname(torch.__file__), os.path.dirname(os.path.dirname(__file__)), contextlib.__file__
 
 
 def line_now() -> str:
@@ -32,7 +33,7 @@ def line_of(error: Exception) -> str:
 
 @functools.cache
 def is_users(file: str) -> bool:
-    """Whether a file belongs neither to PyTorch nor to memrewrite."""
+    """Whether a file belongs neither to PyTorch nor to memrewrite, nor is what ``with`` statements go through."""
     return not file.startswith(_NOT_THE_USERS)
 
 

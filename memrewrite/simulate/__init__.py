@@ -6,23 +6,18 @@ from birth to death. ``run_tracked`` does the same on real tensors, which is how
 
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from itertools import chain
 from typing import TypeVar
 
-import torch
 from torch import nn
 
-from memrewrite.records.errors import DataDependentError, UsageError, first_line
 from memrewrite.records.mesh import Fsdp, Tp
 from memrewrite.runtime.assembled import Written
 from memrewrite.runtime.promise import FallbackWarning
-from memrewrite.runtime.room import room_simulated
 from memrewrite.simulate.fake.batch import part_of
-from memrewrite.simulate.fake.copier import tensors_of
-from memrewrite.simulate.fake.fakes import Twins, fakes_of, on_fakes, put_back, refuse_trained_beside
-from memrewrite.simulate.fake.true_results import TrueResults
+from memrewrite.simulate.fake.fakes import Twins
+from memrewrite.simulate.fake.stage import nothing_drawn, step_on_fakes
 from memrewrite.simulate.memory.counted import Life
 from memrewrite.simulate.memory.course import Noted, Noting, notable
 from memrewrite.simulate.memory.given import (
@@ -51,17 +46,15 @@ from memrewrite.simulate.memory.repeats import repeated
 from memrewrite.simulate.memory.tracker import Tracker
 from memrewrite.simulate.memory.updates import updates_repeated
 from memrewrite.simulate.timeline import Timeline, with_rests, with_workspaces
-from memrewrite.state.random_state import preserved_rng
 from memrewrite.targets.allocator import Allocator, Requests, allocator_on, cuda_allocator
+from memrewrite.targets.set_up import SettingUp
 from memrewrite.targets.transients import Transients
 from memrewrite.targets.workspaces import library_requests
-from memrewrite.torch_internals.fake_tensors import FAKE_TENSOR_ERRORS, FakeTensor, NoDataError
-from memrewrite.torch_internals.fsdp import seen_by, without_peers
+from memrewrite.torch_internals.fake_tensors import FakeTensor
+from memrewrite.torch_internals.fsdp import seen_by
 from memrewrite.torch_internals.fsdp_offload import copies_seen
-from memrewrite.torch_internals.spread import is_divided, is_sparse_or_nested
-from memrewrite.workload.held import Targets, held_by
+from memrewrite.workload.held import Targets
 from memrewrite.workload.step import Inputs, Running, Step, device_type
-from memrewrite.workload.surroundings import surroundings_put_back
 
 __all__ = [
     "ACTIVATIONS",
@@ -81,6 +74,7 @@ __all__ = [
     "layout_for",
     "requests",
     "run_tracked",
+    "setting_up",
     "simulate",
     "with_workspaces",
 ]
@@ -122,15 +116,42 @@ def simulate(
         counted = transients, steps, attribute, allocator, workspace_bytes
         first = transients is not None and (transients.empty or own.courses)
         known = own if first and noted is None else noted
-        with _on_fakes(module, inputs, step, allocator, written, twins) as (twin, fakes, targets):
+        with step_on_fakes(module, inputs, step, allocator, written, twins) as (twin, fakes, targets):
             return run_tracked(twin, fakes, step, *counted, targets, both, known)
 
     def look(transients: Transients) -> None:
-        with _on_fakes(module, inputs, step, None, written) as (twin, fakes, targets):
-            run_tracked(twin, fakes, step, transients, 1, targets=targets)
+        _meet(module, inputs, step, transients, written=written)
 
     ahead = None if notable(step, inputs) else look
     return with_workspaces(_counting_transients(module, inputs, step, probe, once, ahead), workspace_bytes)
+
+
+@contextmanager
+def setting_up(
+    module: nn.Module, inputs: Inputs, step: Step, transients: Transients, noted: Noted
+) -> Iterator[SettingUp]:
+    """Meanwhile libraries set themselves up for a step of ``module``, which ``simulate`` is to be asked for then.
+
+    Its passes are ``noted`` where they tell of others. Raises what ``simulate`` raises.
+    """
+    with nothing_drawn(module, inputs):
+        _meet(module, inputs, step, transients, noted)
+        with transients.setting_up() as begun:
+            yield begun
+
+
+def _meet(
+    module: nn.Module,
+    inputs: Inputs,
+    step: Step,
+    transients: Transients,
+    noted: Noted | None = None,
+    written: Written | None = None,
+) -> None:
+    """Ask for all that operators of a step take; a second step tells whether what is ``noted`` is of all steps."""
+    with step_on_fakes(module, inputs, step, None, written) as (twin, fakes, targets):
+        steps = 2 if noted is not None and notable(step, inputs) else 1
+        run_tracked(twin, fakes, step, transients, steps, targets=targets, noted=noted)
 
 
 def requests(
@@ -150,7 +171,7 @@ def requests(
 
     def once(transients: Transients | None) -> Requests:
         allocator = cuda_allocator(layout_for(step, module, inputs))
-        with _on_fakes(module, inputs, step, allocator, written) as (twin, fakes, targets):
+        with step_on_fakes(module, inputs, step, allocator, written) as (twin, fakes, targets):
             tracker = Tracker(device_type(twin, fakes), transients, None, step.target, allocator)
             loop, _ = _taken(twin, fakes, step, [tracker], 2, workspace_bytes, targets, noted)
             asked = allocator.asked()
@@ -180,65 +201,17 @@ def _counting_transients(
     """What ``once`` gives for what operators take, again once that was measured.
 
     ``look`` meets most operators in less time, for when none was measured yet and ``once`` takes as long each time.
+    What somebody else met before is measured first.
     """
-    tensors = [*tensors_of(module), *inputs.tensors()]
-    if any(tensor.is_cuda for tensor in tensors) and not torch.cuda.is_available():
-        # Autograd on fake CUDA tensors ends the process there.
-        raise UsageError(
-            "The model is on CUDA but PyTorch finds no CUDA device; move the model and its inputs to the CPU."
-        )
-    with preserved_rng(tensors):
-        device = next((tensor.device for tensor in tensors if tensor.is_cuda), torch.device("cpu"))
+    with nothing_drawn(module, inputs) as device:
         transients = step.target.transients(device, probe)
+        if transients is not None:
+            transients.probe()
         if transients is not None and transients.empty and look is not None:
             look(transients)
             transients.probe()
         found = once(transients)
         return once(transients) if transients is not None and transients.probe() else found
-
-
-@contextmanager
-def _on_fakes(
-    module: nn.Module,
-    inputs: Inputs,
-    step: Step,
-    allocator: Allocator | None,
-    written: Written | None,
-    twins: Twins | None = None,
-) -> Iterator[tuple[nn.Module, Inputs, Targets]]:
-    """The fake twin of a module, its inputs and the targets, where the step runs on them."""
-    targets = step.targets(module, inputs)
-    try:
-        if any(map(is_sparse_or_nested, targets.all)):
-            raise NoDataError("how much a sparse tensor holds")
-        with (
-            put_back(targets.buffers),
-            surroundings_put_back((), step.loss_fn),
-            step.target.optimizer_kernels(),
-            _sharding(step, module, device_type(module, inputs)) as shard,
-            on_fakes(module, inputs, step.target, True, written, twins) as (twin, fakes),
-            TrueResults(step.target),
-            room_simulated(lambda wanted: None if allocator is None else allocator.make_room(wanted)),
-        ):
-            given = [*fakes.tensors(), *twin.parameters()]
-            shard(twin)
-            held = (targets.of_batch, targets.fixed, targets.beside)
-            yield twin, fakes, Targets(*(fakes_of(tensors, given) for tensors in held))
-            refuse_trained_beside(given, [] if step.loss_fn is None else [*chain(*held_by(step.loss_fn))])
-    except FAKE_TENSOR_ERRORS as error:
-        reason = first_line(error)
-        raise DataDependentError(
-            f"The step of {type(module).__name__} cannot be simulated, because its course depends on values "
-            f"or on an operator without shape rules ({reason}); measure it instead."
-        ) from error
-
-
-def _sharding(step: Step, module: nn.Module, device: str) -> AbstractContextManager[Callable[[nn.Module], None]]:
-    """Gives what shards a fake twin as the step's mesh does, in place."""
-    parallel = isinstance(step.mesh, Tp) and (step.mesh.applied or any(map(is_divided, module.parameters())))
-    if parallel or not isinstance(step.mesh, Fsdp | Tp):
-        return nullcontext(lambda twin: None)
-    return without_peers(step.mesh, "cpu" if device == "meta" else device)
 
 
 def run_tracked(

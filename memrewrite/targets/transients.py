@@ -6,7 +6,8 @@ signature on the device, on tensors of ones and zeros, and the allocator's peak 
 for what: which segments the allocator reserves depends on that. Libraries set themselves up in the first run of an
 operator, and some in the first of each signature: that is not what it takes. cuDNN plans a convolution in each thread
 anew, which may take a second: operators of backward run where autograd runs them, so that a step need not plan them
-again. They run at their full size; what PyTorch reserved for that is given back.
+again. They run at their full size; what PyTorch reserved for that is given back. What sets libraries up may run once
+before, beside what else planning does (``setting_up``).
 """
 
 import functools
@@ -21,6 +22,7 @@ from torch import Tensor
 
 from memrewrite.records.tensor_like import TensorLike
 from memrewrite.targets.kernels_ahead import CHAINED, Ahead
+from memrewrite.targets.set_up import SettingUp
 from memrewrite.torch_internals.allocations import Course, History, recorded_allocations
 from memrewrite.torch_internals.fake_tensors import FakeTensor
 from memrewrite.torch_internals.operators import OpOverload, argument_names, returns_view
@@ -58,14 +60,15 @@ _IN_BACKWARD = "backward"  # in the names of operators of which autograd's backw
 _BY_BATCH = (_CHOOSES, "attention")
 _SETS_UP = (*_BY_BATCH, "rnn", "lstm", "gru")  # libraries that make a plan for each signature
 Measure = Callable[[Sequence[Call]], Sequence[Taken]]
+SetUp = Callable[[Sequence[Call]], SettingUp]
 NOTHING = Taken()
 
 
 class Transients:
     """What calls take, by operator and signature. What ``lookup`` does not know it remembers for ``probe``."""
 
-    def __init__(self, measure: Measure) -> None:
-        self._measure = measure
+    def __init__(self, measure: Measure, set_up: SetUp | None = None) -> None:
+        self._measure, self._set_up = measure, set_up
         self._known: dict[Any, Taken] = {}
         self._unknown: dict[Any, Unmeasured] = {}
         self._in_words: dict[Any, Taken] = {}  # of what is known, by what takes less time to make and to compare
@@ -102,9 +105,22 @@ class Transients:
         self._in_words[asked] = known
         return known
 
+    @property
+    def _asked(self) -> list[Call]:
+        return [(func, args, dict(kwargs)) for func, args, kwargs in self._unknown]
+
+    @property
+    def sets_up(self) -> bool:
+        """Whether libraries may have to set themselves up for what is measured first."""
+        return self._set_up is not None and self.empty
+
+    def setting_up(self) -> SettingUp:
+        """Begin to set libraries up for what ``lookup`` did not know; to be waited for before ``probe``."""
+        return SettingUp() if self._set_up is None else self._set_up(self._asked)
+
     def probe(self) -> bool:
         """Measure what ``lookup`` was asked and did not know; returns whether any of it makes a difference."""
-        calls = [(func, args, dict(kwargs)) for func, args, kwargs in self._unknown]
+        calls = self._asked
         measured = self._measure(calls) if calls else []
         for held, found in zip(self._unknown.values(), measured, strict=True):
             held.fill(found)
@@ -139,7 +155,9 @@ class Transients:
 @functools.cache
 def transients_on(device: torch.device) -> Transients | None:
     """The table of ``device``, filled as simulations ask; None on devices other than CUDA."""
-    return Transients(functools.partial(_measured, device)) if device.type == "cuda" else None
+    if device.type != "cuda":
+        return None
+    return Transients(functools.partial(_measured, device), functools.partial(_setting_up, device))
 
 
 @functools.cache
@@ -207,7 +225,7 @@ def _measured(device: torch.device, calls: Sequence[Call]) -> list[Taken]:
         found, met = [], set()
         for place, (func, args, kwargs) in enumerate(calls):
             ahead.settle(place)
-            ready = func in met and func.namespace == "aten" and not any(each in func.__name__ for each in _SETS_UP)
+            ready = func in met and func.namespace == "aten" and not _sets_up(func)
             met.add(func)
             run = functools.partial(_run, device, history, func, args, kwargs, 1 if ready else 2)
             found.append(_in_backward(device, run) if _IN_BACKWARD in func.__name__ else run())
@@ -216,6 +234,29 @@ def _measured(device: torch.device, calls: Sequence[Call]) -> list[Taken]:
         Taken(extra, history.course(first, last), _CHOOSES in func.__name__)
         for (extra, first, last), (func, _, _) in zip(found, calls, strict=True)
     ]
+
+
+def _setting_up(device: torch.device, calls: Sequence[Call]) -> SettingUp:
+    """Run once what sets libraries up, forward and backward side by side."""
+    forward, backward = list[Callable[[], object]](), list[Callable[[], object]]()
+    for call in calls:
+        if _sets_up(call[0]):
+            once = functools.partial(_once, *call)
+            if _IN_BACKWARD in call[0].__name__:
+                backward.append(functools.partial(_in_backward, device, once))
+            else:
+                forward.append(once)
+    return SettingUp(forward, backward)
+
+
+def _sets_up(func: OpOverload) -> bool:
+    return func.namespace == "aten" and any(each in func.__name__ for each in _SETS_UP)
+
+
+def _once(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    args = random_state_on_host(func, args)
+    with torch.no_grad():
+        func(*[made(arg) for arg in args], **{name: made(value) for name, value in kwargs.items()})
 
 
 def _run(

@@ -81,7 +81,7 @@ def no_planning(monkeypatch: pytest.MonkeyPatch) -> None:
     def never(*args: Any, **kwargs: Any) -> Any:
         raise _Planned
 
-    for name in ("simulate_original", "find", "rewritten", "fit_to_budget", "prove", "report_on"):
+    for name in ("original_simulated", "find", "rewritten", "fit_to_budget", "prove", "report_on"):
         monkeypatch.setattr(run, name, never)
 
 

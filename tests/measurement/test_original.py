@@ -1,7 +1,8 @@
 """Whose fault it is that a first step fails, in one sentence: the model's, its loss function's or its optimizer's."""
 
 import logging
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -10,7 +11,14 @@ from torch import Tensor, nn
 from torch.nn.attention.bias import causal_upper_left
 
 import memrewrite
+from memrewrite.measurement.original import original_simulated, simulate_original
 from memrewrite.records.errors import CaptureError, MemrewriteError, UsageError
+from memrewrite.simulate.memory.tracker import OPERATOR_WORKSPACE
+from memrewrite.targets.eager import Target
+from memrewrite.targets.set_up import SettingUp
+from memrewrite.targets.transients import Call as Operator
+from memrewrite.targets.transients import Taken, Transients
+from memrewrite.workload.step import Inputs, Step
 
 Call = Callable[..., Any]
 INPUTS = torch.zeros(8, 16, requires_grad=True)  # of the loop, which are none of a step's
@@ -136,3 +144,45 @@ def test_a_tensor_of_a_class_of_its_own_is_named(call: Call) -> None:
     model = nn.Sequential(nn.Linear(16, 16), Biased())
     with pytest.raises(CaptureError, match=r"makes a CausalBias of a tensor \(at test_original\.py:\d+\), which one"):
         call(model, rows(), loss_fn=torch.mean)
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_what_operators_take_is_measured_once_libraries_are_set_up(
+    monkeypatch: pytest.MonkeyPatch, micro_batches: int
+) -> None:
+    happened: list[str] = []
+
+    def set_up(calls: Sequence[Operator]) -> SettingUp:
+        assert torch.ops.aten.mm.default in [func for func, _, _ in calls]
+        return SettingUp([lambda: happened.append("set up")])
+
+    def measure(calls: Sequence[Operator]) -> list[Taken]:
+        happened.append("measured")
+        return [Taken(10**6 if func is torch.ops.aten.mm.default else 0) for func, _, _ in calls]
+
+    table = Transients(measure, set_up)
+    monkeypatch.setattr(Target, "transients", lambda self, device, probe=True: table)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: happened.append("emptied"))
+    given, before = (net(), Inputs((rows(),), {}), Step(micro_batches=micro_batches), 0), threading.enumerate()
+    with original_simulated(*given) as simulated:
+        for thread in threading.enumerate():
+            if thread not in before:
+                thread.join()
+        happened.append("meanwhile")
+        timeline = simulated()
+    assert happened == ["set up", "meanwhile", "measured", "emptied"]
+    assert timeline.categories[OPERATOR_WORKSPACE] == 10**6
+    assert timeline == simulate_original(*given, attribute=True)
+    with original_simulated(*given) as simulated:  # now all is known
+        assert simulated() == timeline
+    assert len(happened) == 4
+
+
+def test_a_model_that_fails_does_so_before_anything_else_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    table = Transients(lambda calls: [Taken()] * len(calls), lambda calls: SettingUp())
+    monkeypatch.setattr(Target, "transients", lambda self, device, probe=True: table)
+    with (
+        pytest.raises(CaptureError, match=r"^Sequential fails on the example inputs with RuntimeError: [^()]*; "),
+        original_simulated(net(), Inputs((rows(3),), {}), Step(), 0),
+    ):
+        pytest.fail("It was not asked for its timeline before.")

@@ -1,5 +1,7 @@
 """What operators take is measured once they are set up, where a step runs them, and no more often than need be."""
 
+import threading
+import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
@@ -9,6 +11,7 @@ import torch
 
 from memrewrite.records.tensor_like import TensorLike
 from memrewrite.targets import transients
+from memrewrite.targets.set_up import SettingUp
 from memrewrite.targets.transients import NOTHING, Call, Taken, Transients, Unmeasured
 
 aten = torch.ops.aten
@@ -157,3 +160,38 @@ def test_a_convolution_is_another_where_its_weight_is() -> None:
 
 def batch_of(call: Call) -> int:
     return next(each.shape[0] for each in transients._leaves(call[1]) if isinstance(each, TensorLike))
+
+
+def test_what_sets_libraries_up_runs_once_in_other_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    ran: list[tuple[str, bool]] = []
+
+    def once(func: Any, *call: Any) -> None:
+        ran.append((func.__name__, threading.current_thread() is threading.main_thread()))
+
+    monkeypatch.setattr(transients, "_once", once)
+    monkeypatch.setattr(transients, "_in_backward", lambda device, run: run())
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: ran.append(("empty_cache", True)))
+    asked = [aten.mm.default, aten.convolution.default, aten.convolution_backward.default, aten.convolution.default]
+    with transients._setting_up(torch.device("cuda"), [(func, (), {}) for func in asked]) as begun:
+        for thread in begun._threads:
+            thread.join()
+    *others, last = ran
+    names = "convolution.default", "convolution.default", "convolution_backward.default"
+    assert sorted(others) == [(name, False) for name in names]
+    assert last == ("empty_cache", True)
+
+
+def test_nothing_more_begins_once_it_is_waited_for() -> None:
+    ran, there = list[int](), threading.Event()
+
+    def first() -> None:
+        there.wait()
+        while not setting_up._waited_for:
+            time.sleep(0.001)
+        ran.append(1)
+        raise RuntimeError("which whoever measures it is told")
+
+    setting_up = SettingUp([first, lambda: ran.append(2)], [])
+    there.set()
+    setting_up.wait()
+    assert ran == [1]

@@ -1,0 +1,81 @@
+"""Where a step runs on fake tensors: its twins, what they are given, and all that PyTorch is told of them meanwhile."""
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from itertools import chain
+
+import torch
+from torch import nn
+
+from memrewrite.records.errors import DataDependentError, UsageError, first_line
+from memrewrite.records.mesh import Fsdp, Tp
+from memrewrite.runtime.assembled import Written
+from memrewrite.runtime.room import room_simulated
+from memrewrite.simulate.fake.copier import tensors_of
+from memrewrite.simulate.fake.fakes import Twins, fakes_of, on_fakes, put_back, refuse_trained_beside
+from memrewrite.simulate.fake.true_results import TrueResults
+from memrewrite.state.random_state import preserved_rng
+from memrewrite.targets.allocator import Allocator
+from memrewrite.torch_internals.fake_tensors import FAKE_TENSOR_ERRORS, NoDataError
+from memrewrite.torch_internals.fsdp import without_peers
+from memrewrite.torch_internals.spread import is_divided, is_sparse_or_nested
+from memrewrite.workload.held import Targets, held_by
+from memrewrite.workload.step import Inputs, Step, device_type
+from memrewrite.workload.surroundings import surroundings_put_back
+
+
+@contextmanager
+def nothing_drawn(module: nn.Module, inputs: Inputs) -> Iterator[torch.device]:
+    """The device that a module and its inputs lie on, if it is there; afterwards the random state is as before."""
+    tensors = [*tensors_of(module), *inputs.tensors()]
+    if any(tensor.is_cuda for tensor in tensors) and not torch.cuda.is_available():
+        # Autograd on fake CUDA tensors ends the process there.
+        raise UsageError(
+            "The model is on CUDA but PyTorch finds no CUDA device; move the model and its inputs to the CPU."
+        )
+    with preserved_rng(tensors):
+        yield next((tensor.device for tensor in tensors if tensor.is_cuda), torch.device("cpu"))
+
+
+@contextmanager
+def step_on_fakes(
+    module: nn.Module,
+    inputs: Inputs,
+    step: Step,
+    allocator: Allocator | None,
+    written: Written | None,
+    twins: Twins | None = None,
+) -> Iterator[tuple[nn.Module, Inputs, Targets]]:
+    """The fake twin of a module, its inputs and the targets, where the step runs on them."""
+    targets = step.targets(module, inputs)
+    try:
+        if any(map(is_sparse_or_nested, targets.all)):
+            raise NoDataError("how much a sparse tensor holds")
+        with (
+            put_back(targets.buffers),
+            surroundings_put_back((), step.loss_fn),
+            step.target.optimizer_kernels(),
+            _sharding(step, module, device_type(module, inputs)) as shard,
+            on_fakes(module, inputs, step.target, True, written, twins) as (twin, fakes),
+            TrueResults(step.target),
+            room_simulated(lambda wanted: None if allocator is None else allocator.make_room(wanted)),
+        ):
+            given = [*fakes.tensors(), *twin.parameters()]
+            shard(twin)
+            held = (targets.of_batch, targets.fixed, targets.beside)
+            yield twin, fakes, Targets(*(fakes_of(tensors, given) for tensors in held))
+            refuse_trained_beside(given, [] if step.loss_fn is None else [*chain(*held_by(step.loss_fn))])
+    except FAKE_TENSOR_ERRORS as error:
+        reason = first_line(error)
+        raise DataDependentError(
+            f"The step of {type(module).__name__} cannot be simulated, because its course depends on values "
+            f"or on an operator without shape rules ({reason}); measure it instead."
+        ) from error
+
+
+def _sharding(step: Step, module: nn.Module, device: str) -> AbstractContextManager[Callable[[nn.Module], None]]:
+    """Gives what shards a fake twin as the step's mesh does, in place."""
+    parallel = isinstance(step.mesh, Tp) and (step.mesh.applied or any(map(is_divided, module.parameters())))
+    if parallel or not isinstance(step.mesh, Fsdp | Tp):
+        return nullcontext(lambda twin: None)
+    return without_peers(step.mesh, "cpu" if device == "meta" else device)
