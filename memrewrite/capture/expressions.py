@@ -43,11 +43,13 @@ def is_literal(value: Any) -> bool:
 
 def unspelled(kind: str) -> CaptureError:
     """The error for a value of a class that no program can make."""
-    return CaptureError(
-        f"The graph holds a value of type {kind}, which cannot be written as source; where forward returns one with "
-        "tensors in it, return those, or register it if it is a dataclass (torch.export.register_dataclass with a "
-        "serialized_type_name), and do without a cache of keys and values (use_cache=False)."
+    way_out = (
+        "where forward returns one with tensors in it, return those, or register it if it is a dataclass "
+        "(torch.export.register_dataclass with a serialized_type_name)"
     )
+    if kind.endswith("Cache"):  # as transformers calls all of them
+        way_out = "do without a cache of keys and values, of which training has no use (model.config.use_cache = False)"
+    return CaptureError(f"The graph holds a value of type {kind}, which cannot be written as source; {way_out}.")
 
 
 def attribute_of(owner: str, name: str) -> str:
