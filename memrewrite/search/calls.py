@@ -2,7 +2,7 @@
 
 import inspect
 from collections import defaultdict
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -19,10 +19,11 @@ from memrewrite.records.mesh import Fsdp
 from memrewrite.records.tensor_like import TensorLike
 from memrewrite.runtime.differences import transformed
 from memrewrite.runtime.guards import hooks_of
-from memrewrite.search.forward_runs import forward_once, with_or_without
+from memrewrite.search.forward_runs import forward_once, on_twin, with_or_without
 from memrewrite.search.kept import fused
-from memrewrite.simulate.fake.constant_values import is_asked_for
+from memrewrite.simulate.fake.constant_values import asked_of
 from memrewrite.torch_internals.custom_functions import custom_functions
+from memrewrite.torch_internals.fake_tensors import FAKE_TENSOR_ERRORS, in_place_of_modes
 from memrewrite.torch_internals.pytrees import tensors_in, tree_flatten, tree_leaves, tree_map, tree_unflatten
 from memrewrite.torch_internals.spread import is_sparse_or_nested
 from memrewrite.workload.step import Inputs, Step
@@ -75,13 +76,19 @@ class Call:
 
 
 def record(model: nn.Module, inputs: Inputs, step: Step) -> dict[nn.Module, list[Call]]:
-    """What every submodule is called with in one forward pass, and where inputs have other values, or other sizes."""
-    found = with_or_without(lambda grad: _calls(model, inputs, step, grad))
-    if step.mesh is not None:  # of whose processes each has sizes of its own
+    """What every submodule is called with in one forward pass, and where inputs have other values, or other sizes.
+
+    In a mesh, of whose processes each has sizes of its own, that is a pass on fake tensors, unless they do not tell.
+    """
+    if step.mesh is not None:
+        with suppress(*FAKE_TENSOR_ERRORS):
+            return _on_twin(model, inputs, step)
+    found = with_or_without(lambda grad: _really(model, inputs, step, grad))
+    if step.mesh is not None:
         return found
     for others in (partial(inputs.changed, other_values), partial(other_sizes, model, inputs, (), apart)):
         with suppress(Exception), drawing_others(model, inputs):  # whatever forward says of these: then nothing varies
-            further = with_or_without(partial(_calls, model, others(), step))
+            further = with_or_without(partial(_really, model, others(), step))
             found.update({module: _paired(calls, further[module]) for module, calls in found.items()})
     return found
 
@@ -118,7 +125,18 @@ def _kind(call: Call) -> Any:
     return tree, [len(leaf.shape) if isinstance(leaf, TensorLike) else None for leaf in leaves]
 
 
-def _calls(model: nn.Module, inputs: Inputs, step: Step, grad: bool) -> dict[nn.Module, list[Call]]:
+def _really(model: nn.Module, inputs: Inputs, step: Step, grad: bool) -> dict[nn.Module, list[Call]]:
+    return _calls(model, inputs, step, lambda: forward_once(model, inputs, step, grad))
+
+
+def _on_twin(model: nn.Module, inputs: Inputs, step: Step) -> dict[nn.Module, list[Call]]:
+    with on_twin(model, inputs, step) as (twin, fakes, run):
+        found = _calls(twin, fakes, step, lambda: run(fakes))
+        return {module: found[twin.get_submodule(path)] for path, module in model.named_modules()}
+
+
+def _calls(model: nn.Module, inputs: Inputs, step: Step, run: Callable[[], None]) -> dict[nn.Module, list[Call]]:
+    """What its submodules are called with as ``run`` takes a model forward on inputs."""
     calls: dict[nn.Module, list[Call]] = defaultdict(list)
     numbers, sharded = iter(range(10**9)), isinstance(step.mesh, Fsdp)  # whose units hold what has hooks as calls
     memories: dict[tuple[torch.dtype, bytes], Tensor] = {}  # of what many are given, one
@@ -138,7 +156,7 @@ def _calls(model: nn.Module, inputs: Inputs, step: Step, grad: bool) -> dict[nn.
     with ExitStack() as stack:
         for _, module in model.named_modules():
             stack.callback(module.register_forward_pre_hook(hook, with_kwargs=True).remove)
-        forward_once(model, inputs, step, grad)
+        run()
     return calls
 
 
@@ -148,10 +166,17 @@ def _in_words(
     if is_sparse_or_nested(tensor):
         return _UNSEEN
     argument = replace(Argument.of(tensor), may_train=tensor.requires_grad or id(tensor) not in own)
-    if not is_asked_for(tensor) or tensor.is_meta or 0 in tensor.shape:
+    value = None if tensor.is_meta or 0 in tensor.shape else asked_of(tensor)
+    if value is None:
         return argument
-    memory = tensor.detach().as_strided((argument.extent,), (1,)).to("cpu", copy=True)
-    key = memory.dtype, memory.view(torch.uint8).numpy().tobytes()
+    with in_place_of_modes():
+        if value.stride() == argument.stride:
+            memory = value.as_strided((argument.extent,), (1,)).to("cpu", copy=True)
+        else:  # as a value that is known beside a fake tensor may lie otherwise
+            memory = torch.zeros(argument.extent, dtype=value.dtype)
+            once = tuple(slice(1 if stride == 0 else None) for stride in argument.stride)  # of what is expanded
+            memory.as_strided(argument.shape, argument.stride)[once].copy_(value[once])
+        key = memory.dtype, memory.view(torch.uint8).numpy().tobytes()
     return replace(argument, memory=memories.setdefault(key, memory))
 
 

@@ -1,7 +1,8 @@
 """Running a model forward once, to see what its submodules are called with and what they give."""
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import TypeVar
 
@@ -16,6 +17,7 @@ from memrewrite.simulate.fake.copier import tensors_of
 from memrewrite.simulate.fake.fakes import on_fakes
 from memrewrite.state.random_state import preserved_rng
 from memrewrite.torch_internals.dispatch_modes import as_eager
+from memrewrite.torch_internals.fake_tensors import FAKE_TENSOR_ERRORS
 from memrewrite.workload.step import Inputs, Step, autocast, device_type
 
 T = TypeVar("T")
@@ -25,11 +27,28 @@ _OF_CHECKPOINTS = "None of the inputs have requires_grad=True"  # of a model's o
 def watched(
     model: nn.Module, inputs: Inputs, step: Step, paths: Sequence[str], ranges: Sequence[Range]
 ) -> Mapping[str, KeptCalls]:
-    """How submodules are called; on fake tensors where calls communicate, as no other process takes part here."""
-    if not step.divides_layers:
-        return with_or_without(
-            lambda grad: watch_calls(model, inputs, paths, lambda given: forward_once(model, given, step, grad), ranges)
-        )
+    """How submodules are called; in a mesh on fake tensors, unless they do not tell."""
+    if step.mesh is not None:
+        try:
+            with on_twin(model, inputs, step) as (twin, fakes, run):
+                found = watch_calls(twin, fakes, paths, run, ranges)
+            return {path: replace(kept, module=model.get_submodule(path)) for path, kept in found.items()}
+        except FAKE_TENSOR_ERRORS:
+            if step.divides_layers:  # no other process takes part here
+                raise
+    return with_or_without(
+        lambda grad: watch_calls(model, inputs, paths, lambda given: forward_once(model, given, step, grad), ranges)
+    )
+
+
+@contextmanager
+def on_twin(
+    model: nn.Module, inputs: Inputs, step: Step
+) -> Iterator[tuple[nn.Module, Inputs, Callable[[Inputs], None]]]:
+    """A fake twin of the model, its inputs, of which small values are known, and what runs it forward on such.
+
+    That takes none of the memory that a model needs which is to be divided among processes, as it is too large for one.
+    """
 
     def run(given: Inputs) -> None:
         with torch.no_grad(), autocast(step.amp, device_type(model, inputs)):
@@ -39,8 +58,7 @@ def watched(
         preserved_rng([*tensors_of(model), *inputs.tensors()]),
         on_fakes(model, inputs, step.target, these=True) as (twin, fakes),
     ):
-        found = watch_calls(twin, fakes, paths, run, ranges)
-    return {path: replace(kept, module=model.get_submodule(path)) for path, kept in found.items()}
+        yield twin, fakes, run
 
 
 def with_or_without(run: Callable[[bool], T]) -> T:

@@ -138,8 +138,8 @@ def refuse_meta(inputs: Inputs, *models: nn.Module) -> None:
     """Raise ``UsageError`` for what lies on the meta device, of which only an estimate can be made."""
     if what := on_meta(inputs, *models):
         raise UsageError(
-            f"{what} lies on the meta device and holds no numbers, which a proof or a measurement takes; give it some "
-            "(model.to_empty, load_state_dict), or use memrewrite.estimate."
+            f"{what} lies on the meta device and holds no numbers, which a proof or a measurement takes; give it some, "
+            'plan without any (model.to_empty(device="cpu") and verify=False), or use memrewrite.estimate.'
         )
 
 

@@ -1,5 +1,6 @@
 """Submodules are captured on inputs like those that they are called with: what code asks of these is there to ask."""
 
+import math
 import re
 from typing import Any
 
@@ -13,8 +14,12 @@ from torch.utils.checkpoint import checkpoint
 
 import memrewrite
 from memrewrite.records.errors import CaptureError, MeasurementError, NotEquivalentError
+from memrewrite.records.mesh import Mesh
+from memrewrite.search.calls import record
 from memrewrite.search.regions import find
 from memrewrite.simulate import run_tracked
+from memrewrite.torch_internals.fake_tensors import FakeTensor
+from memrewrite.torch_internals.pytrees import tensors_in
 from memrewrite.workload.step import Inputs, Step
 from tests.support.layers import WIDTH
 from tests.support.layers import model as of_layers
@@ -420,3 +425,58 @@ def test_a_model_that_indexes_with_the_numbers_of_a_tensor_is_rewritten_in_parts
     reason = r"Indexes makes an index of the numbers in a tensor, taken one by one \(at test_calls.py:\d+\)"
     assert re.search(reason, report.notes[0])
     assert report.notes[-1].startswith("The peak is that of real steps on the example, as tensors without data cannot")
+
+
+KINDS: list[type] = []
+
+
+class Seen(nn.Module):
+    """Notes what its tensors are, and hands a mask on to a body, expanded, as transformers does."""
+
+    def __init__(self, body: nn.Module, bound: float = math.inf) -> None:
+        super().__init__()
+        self.body, self.bound = body, bound
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        KINDS.append(type(x))
+        if self.bound < math.inf and float(x.detach().abs().max()) > self.bound:
+            return x
+        return self.body(x, mask[:, None].expand(2, 3, 8)[:, 0], torch.arange(8).expand(2, 8))
+
+
+class Placed(Body):
+    def forward(self, x: Tensor, mask: Tensor, places: Tensor) -> Tensor:  # type: ignore[override]
+        return super().forward(x + places.sum(), mask)
+
+
+@pytest.fixture
+def rows() -> Inputs:
+    return Inputs((torch.randn(2, 8, 16), torch.ones(2, 8, dtype=torch.bool)), {})
+
+
+def in_mesh() -> Step:
+    return Step(mesh=Mesh.parse("fsdp=2"))
+
+
+def test_calls_in_a_mesh_are_seen_on_fake_tensors(rows: Inputs) -> None:
+    model = Seen(Placed())
+    del KINDS[:]
+    really = record(model, rows, Step())
+    assert {*KINDS} == {Tensor}
+    del KINDS[:]
+    found = record(model, rows, in_mesh())
+    assert {*KINDS} == {FakeTensor}
+    for module, calls in really.items():
+        (one,), (other,) = calls, found[module]
+        assert one.number == other.number
+        assert (one.args, one.kwargs, one.unfit) == (other.args, other.kwargs, other.unfit)
+        pairs = zip(tensors_in(one.inputs(False)), tensors_in(other.inputs(False)), strict=True)
+        assert all(torch.equal(a, b) for a, b in pairs)
+
+
+def test_calls_in_a_mesh_are_seen_for_real_where_values_decide(rows: Inputs) -> None:
+    model = Seen(Placed(), 1e6)
+    del KINDS[:]
+    found = record(model, rows, in_mesh())
+    assert KINDS[-1] is Tensor
+    assert [call.number for call in found[model.body]] == [1]

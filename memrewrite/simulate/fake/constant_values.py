@@ -23,7 +23,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from memrewrite.records.errors import CaptureError
 from memrewrite.simulate.fake.rows import has_symbols, symbolic, two_rows, value_by_rows
 from memrewrite.torch_internals.dispatch_modes import DEVICE, Layer
-from memrewrite.torch_internals.fake_tensors import FakeTensor, in_place_of_modes, known_as_real
+from memrewrite.torch_internals.fake_tensors import FakeTensor, NoDataError, in_place_of_modes, known_as_real
 from memrewrite.torch_internals.operators import OpOverload, is_mutable, named_arguments, schema_name, written_arguments
 from memrewrite.torch_internals.pytrees import tensors_in, tree_map
 
@@ -37,6 +37,7 @@ _DRAWS = {"aten::rand", "aten::rand_like"}  # numbers from 0 to 1
 # What comparing them with a number gives: where that is at most 0, or less than 0.
 _AT_MOST_0, _LESS_THAN_0 = {"lt": False, "ge": True}, {"le": False, "gt": True}
 _RESHAPING = {"resize_", "resize_as_", "set_"}  # what they write may be another storage
+_ACTIVE: list["KnownValues"] = []  # the innermost last
 _PLACE = {"device": torch.device("cpu"), "pin_memory": None, "non_blocking": False}  # where values are computed
 
 
@@ -50,7 +51,11 @@ def known_values(given: Iterable[tuple[Tensor, Tensor]] = ()) -> Iterator["Known
     for fake, real in given:
         mode.copy(fake, real)
     with known_as_real(mode.seems_real), mode:
-        yield mode
+        _ACTIVE.append(mode)
+        try:
+            yield mode
+        finally:
+            _ACTIVE.remove(mode)
 
 
 class KnownValues(Layer):
@@ -304,6 +309,18 @@ def _places(tensors: Iterable[Tensor]) -> set[StorageWeakRef]:
 def is_asked_for(real: Tensor) -> bool:
     """Whether a real tensor is of a kind whose values models ask for: few whole numbers or truth values."""
     return type(real) is Tensor and real.layout is torch.strided and _small(real)
+
+
+def asked_of(tensor: Tensor) -> Tensor | None:
+    """What a tensor, fake or not, holds, where it is of a kind whose values models ask for; else None.
+
+    Raises ``NoDataError`` for a fake one whose value is not known.
+    """
+    if not _is_small_fake(tensor):
+        return tensor.detach() if is_asked_for(tensor) else None
+    if (value := _ACTIVE[-1].value(tensor) if _ACTIVE else None) is None:
+        raise NoDataError("what whole numbers or truth values there are")
+    return value
 
 
 def _small(tensor: Tensor) -> bool:
