@@ -76,6 +76,59 @@ def test_a_plan_is_within_its_budget_in_the_loop_it_is_for(loop: str, name: str)
     assert optimized.report.config["loop"] == loop
 
 
+class Both:
+    """Two optimizers as a loop has them, by one name."""
+
+    def __init__(self, *optimizers: torch.optim.Optimizer) -> None:
+        self.optimizers = optimizers
+
+    def step(self) -> None:
+        for each in self.optimizers:
+            each.step()
+
+    def zero_grad(self, **how: Any) -> None:
+        for each in self.optimizers:
+            each.zero_grad(**how)
+
+
+def over_the_head(parameters: list[nn.Parameter]) -> list[torch.optim.Optimizer]:
+    return [torch.optim.Adam(parameters[-2:])]
+
+
+def muon_and_adamw(parameters: list[nn.Parameter]) -> list[torch.optim.Optimizer]:
+    matrices, others = [p for p in parameters if p.dim() == 2], [p for p in parameters if p.dim() != 2]
+    return [torch.optim.Muon(matrices, lr=0.01), torch.optim.AdamW(others)]
+
+
+def two_of_three(parameters: list[nn.Parameter]) -> list[torch.optim.Optimizer]:
+    return [torch.optim.Adam(parameters[:3]), torch.optim.SGD(parameters[6:], lr=0.1, momentum=0.9)]
+
+
+def in_unlike_groups(parameters: list[nn.Parameter]) -> list[torch.optim.Optimizer]:
+    groups: list[dict[str, Any]] = [{"params": parameters[:2]}, {"params": parameters[2:], "amsgrad": True}]
+    return [torch.optim.AdamW(groups, foreach=True)]
+
+
+@pytest.mark.parametrize("loop", ["tutorial", "zero-before-backward", "zero-in-place"])
+@pytest.mark.parametrize(
+    "optimizers", [over_the_head, muon_and_adamw, two_of_three, in_unlike_groups], ids=lambda each: each.__name__
+)
+def test_optimizers_step_the_parameters_that_they_have(optimizers: Any, loop: str) -> None:
+    model, x, y, criterion = made("language model")
+    given = optimizers([*model.parameters()])
+    options: dict[str, Any] = {"optimizer": given[0] if len(given) == 1 else given, "loop": loop}
+    options["loss_fn"] = step_of("", criterion, y).loss_fn
+    optimized = memrewrite.optimize(model, x, budget="60%", **options)
+
+    def of_loop(parameters: Any) -> Any:
+        return Both(*optimizers([*parameters]))
+
+    peak = loops.peak_of(loops.LOOPS[loop], optimized, of_loop, criterion, x, y)
+    assert peak == optimized.report.predicted_after.peak <= (optimized.report.budget or 0)
+    assert optimized.report.equivalent
+    assert memrewrite.verify(model, optimized, x, **options).equivalent
+
+
 @pytest.mark.parametrize("name", ["unet", "language model"])
 def test_a_plan_for_a_loop_that_keeps_less_is_over_its_budget(name: str) -> None:
     model, x, y, criterion = made(name)
