@@ -212,7 +212,7 @@ def _on_fakes(
         if any(map(is_sparse_or_nested, targets.all)):
             raise NoDataError("how much a sparse tensor holds")
         with (
-            put_back(targets.buffers),
+            put_back([*targets.buffers, *step.stepped_beside]),
             surroundings_put_back((), step.loss_fn),
             step.target.optimizer_kernels(),
             _sharding(step, module, device_type(module, inputs)) as shard,

@@ -8,11 +8,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from memrewrite.records.errors import UsageError
 
 OptimizerFactory = Callable[[Iterable[Any]], torch.optim.Optimizer]  # of parameters, or groups of them
+Groups = tuple[tuple[str | Tensor, ...], ...]
+"""What is in each group of an optimizer: parameters of a model by name, and others themselves."""
 
 
 _NEEDED = ("state", "param_groups", "step", "zero_grad")
@@ -77,11 +79,12 @@ class AsOne:
         return one_of([make(list(itertools.islice(rest, count))) for make, count in self.factories])
 
 
-def groups_in(optimizers: Sequence[torch.optim.Optimizer], model: nn.Module) -> tuple[tuple[str, ...], ...]:
-    """The names of the parameters that are in each of their groups, of those of ``model`` that train."""
-    names = {id(parameter): name for name, parameter in model.named_parameters() if parameter.requires_grad}
+def groups_in(optimizers: Sequence[torch.optim.Optimizer], model: nn.Module, beside: Iterable[Tensor] = ()) -> Groups:
+    """What is in each of their groups, of the parameters of ``model`` that train and those ``beside`` it."""
+    known: dict[int, str | Tensor] = {id(each): each for each in beside if each.requires_grad}
+    known |= {id(parameter): name for name, parameter in model.named_parameters() if parameter.requires_grad}
     groups = (group["params"] for each in optimizers for group in each.param_groups)
-    return tuple(tuple(names[id(each)] for each in group if id(each) in names) for group in groups)
+    return tuple(tuple(known[id(each)] for each in group if id(each) in known) for group in groups)
 
 
 def parameters_in(groups: Iterable[Mapping[str, Any]]) -> list[Any]:

@@ -27,7 +27,7 @@ from memrewrite.torch_internals.spread import computed_on, parts_of
 from memrewrite.workload.average import Average
 from memrewrite.workload.held import Targets, held_beside, held_by
 from memrewrite.workload.in_backward import stepping_in_backward, while_backward
-from memrewrite.workload.optimizers import OptimizerFactory, one_of
+from memrewrite.workload.optimizers import Groups, OptimizerFactory, one_of
 
 if TYPE_CHECKING:
     from memrewrite.torch_internals.ddp import Replica
@@ -95,8 +95,8 @@ class Step:
     add up before the optimizer's step, each pass over the same inputs. ``loop`` says what stays alive from one step to
     the next, ``mesh`` which processes train together, None where this one trains alone. ``in_backward`` says that the
     optimizer updates parameters while backward runs, which ends their gradients. ``layout`` is how what is given lay on
-    the device as planning began, None for as it lies now. ``groups`` are the names of the parameters in each of the
-    optimizer's groups, None where all that train are in one; ``left`` are those that train and are in none: nobody
+    the device as planning began, None for as it lies now. ``groups`` are the parameters in each of the optimizer's
+    groups, None where all that train are in one; ``left`` are the names of those that train and are in none: nobody
     frees their gradients.
     """
 
@@ -110,7 +110,7 @@ class Step:
     mesh: Mesh | None = None
     in_backward: bool = False
     layout: Layout | None = None
-    groups: tuple[tuple[str, ...], ...] | None = None
+    groups: Groups | None = None
     left: frozenset[str] = frozenset()
 
     @property
@@ -143,7 +143,8 @@ class Step:
         trained = {own_name(name): p for name, p in module.named_parameters() if p.requires_grad}
         if self.mode == "inference" or self.optimizer is None or not trained:
             return None
-        groups = [{"params": [trained[n] for n in names if n in trained]} for names in self.groups or ()]
+        here = [[trained.get(p) if isinstance(p, str) else p for p in group] for group in self.groups or ()]
+        groups = [{"params": [parameter for parameter in group if parameter is not None]} for group in here]
         made = one_of(self.optimizer(groups or list(trained.values())))
         return stepping_in_backward(made) if self.in_backward else made
 
@@ -182,6 +183,11 @@ class Step:
             return not any(id(part.untyped_storage()) in known for part in parts_of(tensor))
 
         return Targets(*(tuple(filter(new, found)) for found in held))
+
+    @property
+    def stepped_beside(self) -> list[Tensor]:
+        """What the optimizer steps that is no parameter of the model."""
+        return [each for group in self.groups or () for each in group if isinstance(each, Tensor)]
 
     def left_in(self, module: nn.Module) -> list[nn.Parameter]:
         """The parameters that train and that the optimizer does not step."""

@@ -18,6 +18,7 @@ from memrewrite.records.mesh import Mesh
 from memrewrite.runtime.differences import has_parts
 from memrewrite.torch_internals.pytrees import tensors_in, tree_leaves
 from memrewrite.torch_internals.spread import is_sparse_or_nested
+from memrewrite.workload.held import held_beside, held_by
 from memrewrite.workload.in_backward import InBackward
 from memrewrite.workload.optimizers import OptimizerFactory, groups_in
 from memrewrite.workload.step import Inputs, Step
@@ -95,7 +96,7 @@ def make_step(
         raise UsageError(
             f"loss_fn is {_kind(loss_fn)}; give a function of the output, lambda output: criterion(output, target) say."
         )
-    stepped = _stepped(model, optimizer)
+    stepped = _stepped(model, optimizer, loss_fn)
     if amp not in (None, torch.bfloat16, torch.float16) and not isinstance(amp, str):
         raise UsageError(f"amp={amp!r} is no type that autocast computes in; give 'bf16' or 'fp16'.")
     if not isinstance(micro_batches, Integral):  # NumPy's are some
@@ -118,8 +119,11 @@ def make_step(
     return checked(Step(now, loss_fn=loss_fn, amp=kind, **how, **stepped))
 
 
-def _stepped(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
-    """What the step of a model is told of its optimizer: optimizers step the parameters that they have, if any."""
+def _stepped(model: nn.Module, optimizer: Optimizer, loss_fn: Callable[[Any], Tensor] | None) -> dict[str, Any]:
+    """What the step of a model is told of its optimizer: optimizers step the parameters that they have, if any.
+
+    Those may be the loss function's, as of losses that learn a center for each class.
+    """
     if isinstance(optimizer, str):
         return {"optimizer": optimizer_factory(optimizer), "in_backward": in_backward(optimizer)}
     several = isinstance(optimizer, list | tuple)
@@ -131,17 +135,18 @@ def _stepped(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
                 "of the parameters."
             )
         return {"optimizer": optimizer}
+    beside = held_beside(model) + [each for found in (held_by(loss_fn) if loss_fn else ()) for each in found]
     if several:
-        given = [each for each in given if any(groups_in([each], model))]
+        given = [each for each in given if any(groups_in([each], model, beside))]
         if not given:
             raise UsageError(f"None of the optimizers steps a parameter of {type(model).__name__} that trains.")
-        counts = Counter(name for each in given for group in groups_in([each], model) for name in group)
+        counts = Counter(name for group in groups_in(given, model) for name in group)
         if twice := next((name for name, count in counts.items() if count > 1), None):
             raise UsageError(f"Two of the {len(given)} optimizers step {twice}; say optimizer=, one that a step takes.")
     told: dict[str, Any] = {"optimizer": factory_of(given), "in_backward": isinstance(given[0], InBackward)}
-    groups = groups_in(given, model)
+    groups = groups_in(given, model, beside)
     left = {n for n, p in model.named_parameters() if p.requires_grad}.difference(*groups)
-    if not any(groups) or (len(groups) == 1 and not left):
+    if not any(groups) or (len(groups) == 1 and not left and all(isinstance(each, str) for each in groups[0])):
         return told
     return told | {"groups": groups, "left": frozenset(left)}
 

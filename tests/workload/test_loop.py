@@ -5,7 +5,7 @@ import io
 import json
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -127,6 +127,39 @@ def test_optimizers_step_the_parameters_that_they_have(optimizers: Any, loop: st
     assert peak == optimized.report.predicted_after.peak <= (optimized.report.budget or 0)
     assert optimized.report.equivalent
     assert memrewrite.verify(model, optimized, x, **options).equivalent
+
+
+@pytest.mark.parametrize("together", [True, False], ids=["one", "two"])
+def test_an_optimizer_of_what_the_loss_learns(together: bool) -> None:
+    model, x, y = (
+        nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 128)),
+        torch.randn(64, 64),
+        torch.arange(64),
+    )
+    centers = nn.Parameter(torch.randn(100, 128))
+
+    def criterion(output: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return nn.functional.cross_entropy(output @ centers.t(), y)
+
+    def optimizers(parameters: Any) -> list[torch.optim.Optimizer]:
+        if together:
+            return [torch.optim.AdamW([*parameters, centers])]
+        return [torch.optim.AdamW(parameters), torch.optim.SGD([centers], lr=0.1, momentum=0.9)]
+
+    options: dict[str, Any] = {
+        "optimizer": optimizers(model.parameters()),
+        "loss_fn": lambda output: criterion(output, y),
+    }
+    before, gradient = centers.detach().clone(), torch.ones_like(centers)
+    centers.grad = gradient
+    report = memrewrite.optimize(model, x, **options).report
+    assert memrewrite.measure(model, x, **options, steps=1).peak == report.predicted_after.peak
+    assert torch.equal(centers, before)
+    assert centers.grad is gradient
+    assert gradient.sum() == gradient.numel()
+    centers.grad = None
+    peak = loops.peak_of(loops.tutorial, model, lambda given: cast(Any, Both(*optimizers(given))), criterion, x, y)
+    assert peak == report.predicted_after.peak
 
 
 @pytest.mark.parametrize("name", ["unet", "language model"])
