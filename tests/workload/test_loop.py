@@ -162,6 +162,27 @@ def test_an_optimizer_of_what_the_loss_learns(together: bool) -> None:
     assert peak == report.predicted_after.peak
 
 
+@pytest.mark.parametrize("loop", ["tutorial", "zero-before-backward"])
+def test_a_loss_that_names_the_weights_makes_no_gradients_besides(loop: str) -> None:
+    model, x, y, criterion = made("language model")
+
+    def regular(model: nn.Module) -> Any:
+        return 1e-3 * sum(parameter.square().sum() for parameter in model.parameters())
+
+    weight = model.get_parameter("head.weight")
+    weight.grad = given = torch.ones_like(weight)
+    options: dict[str, Any] = {"optimizer": torch.optim.AdamW, "loop": loop}
+    loss_fn = lambda output: criterion(output, y) + regular(model)  # noqa: E731
+    result = memrewrite.optimize(model, x, budget="60%", loss_fn=loss_fn, **options)
+    assert weight.grad is given
+    model.zero_grad()
+    assert result.report.equivalent
+    assert memrewrite.measure(result, x, loss_fn=loss_fn, steps=1, **options).peak == result.report.predicted_after.peak
+    for device in ("cpu", "cuda"):
+        assert memrewrite.estimate(model, x, loss_fn=loss_fn, device=device, **options).peak.bytes
+    assert weight.grad is None
+
+
 @pytest.mark.parametrize("name", ["unet", "language model"])
 def test_a_plan_for_a_loop_that_keeps_less_is_over_its_budget(name: str) -> None:
     model, x, y, criterion = made(name)
