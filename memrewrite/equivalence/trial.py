@@ -17,7 +17,8 @@ from memrewrite.state.random_state import RandomState
 from memrewrite.torch_internals.pytrees import tree_flatten, tree_map
 from memrewrite.torch_internals.spread import local_part
 from memrewrite.workload.held import Targets
-from memrewrite.workload.step import Inputs, Phase, Step, autocast, default_loss, device_type, own_name
+from memrewrite.workload.optimizers import own_name
+from memrewrite.workload.step import Inputs, Phase, Step, autocast, default_loss, device_type
 
 Key = tuple[str, str]
 """Kind and name of one compared value, e.g. ``("gradient", "blocks.0.conv.weight")``."""

@@ -69,7 +69,8 @@ from memrewrite.runtime.dropin import programs
 from memrewrite.runtime.promise import FallbackWarning
 from memrewrite.state.random_state import seed_all
 from memrewrite.torch_internals.autograd_nodes import acting_hooks_off
-from memrewrite.workload.step import Inputs, Step, own_name
+from memrewrite.workload.optimizers import own_name
+from memrewrite.workload.step import Inputs, Step
 
 _IN_BACKWARD = 2  # steps: in the first the optimizer makes its state
 

@@ -79,10 +79,15 @@ class AsOne:
         return one_of([make(list(itertools.islice(rest, count))) for make, count in self.factories])
 
 
+def own_name(name: str) -> str:
+    """What something in a model is called before ``torch.compile`` wraps it, or a part of it."""
+    return ".".join(part for part in name.split(".") if part != "_orig_mod")
+
+
 def groups_in(optimizers: Sequence[torch.optim.Optimizer], model: nn.Module, beside: Iterable[Tensor] = ()) -> Groups:
     """What is in each of their groups, of the parameters of ``model`` that train and those ``beside`` it."""
     known: dict[int, str | Tensor] = {id(each): each for each in beside if each.requires_grad}
-    known |= {id(parameter): name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    known |= {id(parameter): own_name(name) for name, parameter in model.named_parameters() if parameter.requires_grad}
     groups = (group["params"] for each in optimizers for group in each.param_groups)
     return tuple(tuple(known[id(each)] for each in group if id(each) in known) for group in groups)
 

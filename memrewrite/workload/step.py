@@ -27,7 +27,7 @@ from memrewrite.torch_internals.spread import computed_on, parts_of
 from memrewrite.workload.average import Average
 from memrewrite.workload.held import Targets, held_beside, held_by
 from memrewrite.workload.in_backward import stepping_in_backward, while_backward
-from memrewrite.workload.optimizers import Groups, OptimizerFactory, one_of
+from memrewrite.workload.optimizers import Groups, OptimizerFactory, one_of, own_name
 
 if TYPE_CHECKING:
     from memrewrite.torch_internals.ddp import Replica
@@ -343,11 +343,6 @@ def evaluating(module: nn.Module) -> Iterator[None]:
 def autocast(amp: torch.dtype | None, device: str, cached: bool = True) -> contextlib.AbstractContextManager[Any]:
     """``torch.autocast`` for ``amp``, or nothing; ``cached`` says whether it keeps its casts of weights."""
     return torch.autocast(device, amp, cache_enabled=cached) if amp is not None else contextlib.nullcontext()
-
-
-def own_name(name: str) -> str:
-    """What something in a model is called before ``torch.compile`` wraps it, or a part of it."""
-    return ".".join(part for part in name.split(".") if part != "_orig_mod")
 
 
 def device_of(module: nn.Module, inputs: Inputs) -> torch.device:

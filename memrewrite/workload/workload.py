@@ -20,7 +20,7 @@ from memrewrite.torch_internals.pytrees import tensors_in, tree_leaves
 from memrewrite.torch_internals.spread import is_sparse_or_nested
 from memrewrite.workload.held import held_beside, held_by
 from memrewrite.workload.in_backward import InBackward
-from memrewrite.workload.optimizers import OptimizerFactory, groups_in
+from memrewrite.workload.optimizers import OptimizerFactory, groups_in, own_name
 from memrewrite.workload.step import Inputs, Step
 from memrewrite.workload.stepping import checked, factory_of
 from memrewrite.workload.stepspec import amp_dtype, in_backward, optimizer_factory
@@ -145,7 +145,7 @@ def _stepped(model: nn.Module, optimizer: Optimizer, loss_fn: Callable[[Any], Te
             raise UsageError(f"Two of the {len(given)} optimizers step {twice}; say optimizer=, one that a step takes.")
     told: dict[str, Any] = {"optimizer": factory_of(given), "in_backward": isinstance(given[0], InBackward)}
     groups = groups_in(given, model, beside)
-    left = {n for n, p in model.named_parameters() if p.requires_grad}.difference(*groups)
+    left = {own_name(n) for n, p in model.named_parameters() if p.requires_grad}.difference(*groups)
     if not any(groups) or (len(groups) == 1 and not left and all(isinstance(each, str) for each in groups[0])):
         return told
     return told | {"groups": groups, "left": frozenset(left)}

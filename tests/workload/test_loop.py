@@ -19,6 +19,7 @@ from memrewrite.records.loop import HABITS, Loop
 from memrewrite.report import estimate_table, tables
 from memrewrite.simulate import run_tracked, simulate
 from memrewrite.workload.step import Inputs, Step
+from memrewrite.workload.workload import make_step
 from tests.support import loops
 from tests.support.loops import CASES, made, step_of
 
@@ -127,6 +128,20 @@ def test_optimizers_step_the_parameters_that_they_have(optimizers: Any, loop: st
     assert peak == optimized.report.predicted_after.peak <= (optimized.report.budget or 0)
     assert optimized.report.equivalent
     assert memrewrite.verify(model, optimized, x, **options).equivalent
+
+
+def test_parameters_of_what_is_compiled_have_their_own_names() -> None:
+    model = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 8))
+    groups: list[dict[str, Any]] = [{"params": model[0].parameters()}, {"params": [model[2].weight]}]
+    optimizer = torch.optim.Adam(groups)
+    step = make_step(model, optimizer, None, None, None)
+    compiled: Any = nn.Sequential(*map(cast(Any, torch.compile), model))
+    assert make_step(compiled, optimizer, None, None, None).groups == step.groups
+    assert make_step(compiled, optimizer, None, None, None).left == step.left == {"2.bias"}
+    made = step.make_optimizer(compiled)
+    assert made is not None
+    assert [len(group["params"]) for group in made.param_groups] == [2, 1]
+    assert step.left_in(compiled) == [model[2].bias]
 
 
 @pytest.mark.parametrize("together", [True, False], ids=["one", "two"])
