@@ -72,7 +72,7 @@ def optimize(
     ``example_inputs`` is a tensor or a tuple; ``budget`` is text such as ``"8GB"``, ``"60%"`` or ``"min"``, an int of
     bytes or a ``Budget``, for all that a steady step holds, or what CUDA's caching allocator holds, if ``reserved``.
     ``optimizer`` is ``"none"``, ``"sgd"``, ``"sgd-momentum"``, ``"adam"``, ``"adamw"``, either with ``-fused`` or
-    ``-grouped``, one to copy, a factory, or None; ``optimizer_step`` is as by ``step_in_groups``, ``step_in_backward``.
+    ``-grouped``, one to copy, or a list, a factory, or None; ``optimizer_step`` as by ``step_in_groups`` and the like.
     ``loss_fn(output)`` gives a scalar; what it holds counts as targets. ``amp`` is ``"bf16"`` or ``"fp16"``; gradients
     of ``micro_batches`` add up. ``loop`` names habits of yours, ``mesh="ddp=8"`` bounds each of so many processes.
     ``device="cuda"`` plans for CUDA where there is none. ``regions`` are patterns of paths (``"layers.*"``) to capture

@@ -27,6 +27,7 @@ from memrewrite.simulate.timeline import Timeline
 from memrewrite.targets.eager import EAGER
 from memrewrite.torch_internals.logs import quiet
 from memrewrite.workload.in_groups import making_groups
+from memrewrite.workload.optimizers import Optimizers
 from memrewrite.workload.step import Inputs, Step, evaluating
 from memrewrite.workload.stepping import refused_in_backward
 from memrewrite.workload.stepspec import optimizer_factory
@@ -178,7 +179,8 @@ def options(variants: Variants, limit: int, now: int) -> tuple[Option, ...]:
 def _same_update(variants: Variants, limit: int, now: int) -> Iterator[Option]:
     """The step of the same optimizer with the same bits, some parameters at a time, as far as that lowers the peak."""
     step = variants.step
-    if step.optimizer is None or step.in_backward:
+    one = not isinstance(step.make_optimizer(variants.module), Optimizers)
+    if step.optimizer is None or step.in_backward or not one:
         return
     ways = {}
     if variants.passes < now and frugal(variants.module, step) is not None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from memrewrite.workload.optimizers import OptimizerFactory
+from memrewrite.workload.optimizers import OptimizerFactory, one_of
 from memrewrite.workload.step import Step
 
 _SHORT = {torch.optim.Adam: "adam-fused", torch.optim.AdamW: "adamw-fused"}
@@ -43,7 +43,7 @@ class Frugal:
 
     def __call__(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
         """The optimizer, set so."""
-        made = self.make(parameters)
+        made = one_of(self.make(parameters))
         for group in made.param_groups:
             group["foreach"] = False
             if self.fused:

@@ -27,6 +27,7 @@ from memrewrite.torch_internals.fake_tensors import FakeTensorMode
 from memrewrite.torch_internals.foreach import foreach_on_fake_tensors, not_compiling
 from memrewrite.torch_internals.fsdp_states import in_transit, shards_of_gathered
 from memrewrite.torch_internals.spread import local_part
+from memrewrite.workload.optimizers import one_of
 from memrewrite.workload.stepspec import optimizer_factory
 
 
@@ -162,7 +163,7 @@ def _optimizer_bytes(likes: tuple[TensorLike, ...], name: str) -> tuple[tuple[in
             twins = [nn.Parameter(like.empty()) for like in likes]
             for twin, like in zip(twins, likes, strict=True):
                 twin.grad = like.empty()
-            optimizer = factory(twins)
+            optimizer = one_of(factory(twins))
             with Tracker(device_type) as tracker:
                 tracker.register([*twins, *(twin.grad for twin in twins if twin.grad is not None)], "parameters")
                 there = tracker.current

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from memrewrite.observe.effects import Effects
-from memrewrite.simulate.fake.fakes import on_fakes
+from memrewrite.simulate.fake.fakes import on_fakes, put_back
 from memrewrite.torch_internals.fake_tensors import FAKE_TENSOR_ERRORS, FakeTensor, TorchDispatchMode
 from memrewrite.torch_internals.foreach import foreach_on_fake_tensors
 from memrewrite.torch_internals.operators import written_arguments
@@ -43,7 +43,7 @@ def of_optimizer(model: nn.Module, inputs: Inputs, step: Step) -> Work:
     """The work of a steady step's optimizer; none where it cannot run on fake tensors."""
     work = Work()
     try:
-        with foreach_on_fake_tensors(), on_fakes(model, inputs) as (twin, _):
+        with put_back(step.stepped_beside), foreach_on_fake_tensors(), on_fakes(model, inputs) as (twin, _):
             if (optimizer := step.make_optimizer(twin)) is None:
                 return work
             for parameter in twin.parameters():

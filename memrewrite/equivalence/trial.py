@@ -17,6 +17,7 @@ from memrewrite.state.random_state import RandomState
 from memrewrite.torch_internals.pytrees import tree_flatten, tree_map
 from memrewrite.torch_internals.spread import local_part
 from memrewrite.workload.held import Targets
+from memrewrite.workload.optimizers import own_name
 from memrewrite.workload.step import Inputs, Phase, Step, autocast, default_loss, device_type
 
 Key = tuple[str, str]
@@ -114,6 +115,8 @@ def take_step(
         observed = replace(step, loss_fn=observed_loss, loop=alone, mesh=None)
         loop = observed.begin(module, private, optimizer, Targets())
         record["loss", "loss"] = kept.copy(loop.take(on_phase))
+        for parameter in step.left_in(module):  # to whose gradient a later step would add, in place
+            parameter.grad = None
     _keep_state(record, module, devices, kept if optimizer is not None else replace(kept, parameters=False))
     return record
 
@@ -175,11 +178,6 @@ def _keep_gradients(record: Record, module: nn.Module, leaves: list[Tensor], kep
         record["gradient", own_name(name)] = kept.gradient(parameter)
     for index, leaf in enumerate(leaves):
         record["input gradient", input_name(index)] = kept.gradient(leaf)
-
-
-def own_name(name: str) -> str:
-    """What something in a model is called before ``torch.compile`` wraps it, or a part of it."""
-    return ".".join(part for part in name.split(".") if part != "_orig_mod")
 
 
 def input_name(number: int) -> str:

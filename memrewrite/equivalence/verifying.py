@@ -61,7 +61,7 @@ from memrewrite.equivalence.judging import (
 from memrewrite.equivalence.kernels import without_fused, without_other_kernels
 from memrewrite.equivalence.reference import FusedRandomnessError
 from memrewrite.equivalence.sizes import at_less, batch_of, cut_down, halved, smaller_inputs
-from memrewrite.equivalence.trial import Key, Record, deterministic, own_name
+from memrewrite.equivalence.trial import Key, Record, deterministic
 from memrewrite.equivalence.verdict import Verdict, concluded
 from memrewrite.measurement.snapshot import State, cuda_devices
 from memrewrite.records.errors import MeasurementError, UsageError
@@ -69,6 +69,7 @@ from memrewrite.runtime.dropin import programs
 from memrewrite.runtime.promise import FallbackWarning
 from memrewrite.state.random_state import seed_all
 from memrewrite.torch_internals.autograd_nodes import acting_hooks_off
+from memrewrite.workload.optimizers import own_name
 from memrewrite.workload.step import Inputs, Step
 
 _IN_BACKWARD = 2  # steps: in the first the optimizer makes its state

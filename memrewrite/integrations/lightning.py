@@ -27,7 +27,7 @@ from memrewrite.api import optimize
 from memrewrite.integrations.calls import first_call
 from memrewrite.integrations.longest import Asked, largest_batch, planned_for
 from memrewrite.integrations.loops import LIGHTNING
-from memrewrite.measurement.passes import Waiting
+from memrewrite.measurement.passes import BEYOND, Waiting
 from memrewrite.measurement.snapshot import State, cuda_devices
 from memrewrite.optimizing.by_size import noted
 from memrewrite.records.attached import attach, report_of
@@ -37,13 +37,10 @@ from memrewrite.records.report import Report
 from memrewrite.runtime.promise import BeyondPlanWarning
 from memrewrite.state.random_state import preserved_rng
 from memrewrite.torch_internals.fsdp_states import is_sharded
+from memrewrite.workload.optimizers import groups_in
 from memrewrite.workload.sharding import mesh_of_wrapper
 from memrewrite.workload.step import Inputs
 
-_CALLS = (
-    "training_step calls {path} {calls} times before backward, which takes more than the one call that was planned; "
-    "optimize a module whose forward makes all of these calls."
-)
 _AMP = {"bf16-mixed": "bf16", "16-mixed": "fp16"}
 
 
@@ -51,8 +48,8 @@ class Optimize(Callback):  # type: ignore[misc]  # Lightning is not there while 
     """Puts a rewritten module in the place of the ``LightningModule``'s submodule at ``path``, and sets ``report``.
 
     The step is the trainer's own: a batch, on its device, as ``training_step`` passes it on to the submodule, the
-    optimizer, the precision and ``accumulate_grad_batches``, in Lightning's loop. ``options`` are those of
-    ``memrewrite.optimize``, and win. The batch is the first one, but of texts (dictionaries with ``input_ids``) what
+    optimizers that step it, the precision and ``accumulate_grad_batches``, in Lightning's loop. ``options`` are those
+    of ``memrewrite.optimize``, and win. The batch is the first one, but of texts (dictionaries with ``input_ids``) what
     the loader's ``collate_fn`` makes of the longest, or of texts of ``longest`` tokens; the report says which. The loss
     is not known before it is computed: give ``loss_fn`` where it takes much memory. In a strategy of several processes
     the budget is that of each: under DDP with the buckets of the submodule, and under ``ModelParallelStrategy`` where
@@ -74,8 +71,8 @@ class Optimize(Callback):  # type: ignore[misc]  # Lightning is not there while 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Optimize before the first batch, once for each module.
 
-        Raises ``UsageError`` for a path that is no submodule's or that ``training_step`` does not call, for several
-        optimizers where ``options`` names none, and what ``memrewrite.optimize`` raises.
+        Raises ``UsageError`` for a path that is no submodule's or that ``training_step`` does not call, and what
+        ``memrewrite.optimize`` raises.
         """
         if self.report is not None:
             return
@@ -110,7 +107,7 @@ class Optimize(Callback):  # type: ignore[misc]  # Lightning is not there while 
         self._waiting.remove()
         self._waiting = None
         if self._calls > 1:
-            told = _CALLS.format(path=self.path, calls=self._calls)
+            told = BEYOND.format(loop="training_step", path=self.path, calls=self._calls)
             result = self._submodule(pl_module)
             self.report = noted(report_of(result), told, result)
             attach(self.report, result)
@@ -130,7 +127,9 @@ class Optimize(Callback):  # type: ignore[misc]  # Lightning is not there while 
         return trainer.strategy.batch_to_device(batch, dataloader_idx=0), why
 
     def _optimize(self, trainer: Trainer, part: nn.Module, call: Inputs, name: str, why: str) -> nn.Module:
-        step: dict[str, Any] = {"optimizer": self._optimizer(trainer), "amp": _AMP.get(trainer.precision)}
+        mine = [each for each in trainer.optimizers if any(groups_in([each], part))]
+        optimizer = mine[0] if len(mine) == 1 else mine or None
+        step: dict[str, Any] = {"optimizer": optimizer, "amp": _AMP.get(trainer.precision)}
         step["micro_batches"] = trainer.accumulate_grad_batches
         step["mesh"] = _mesh(trainer.strategy, part, self.path)
         step["loop"] = replace(LIGHTNING, scaler=step["amp"] == "fp16")
@@ -155,11 +154,6 @@ class Optimize(Callback):  # type: ignore[misc]  # Lightning is not there while 
                 f"{self.path} is compiled, and what is compiled would go on without a plan; compile it with the back "
                 'end "memrewrite" and leave Optimize out, or do not compile it.'
             )
-
-    def _optimizer(self, trainer: Trainer) -> Any:
-        if "optimizer" not in self.options and len(trainer.optimizers) > 1:
-            raise UsageError(f"There are {len(trainer.optimizers)} optimizers; say optimizer= which steps {self.path}.")
-        return trainer.optimizers[0] if trainer.optimizers else None
 
 
 def _arguments(pl_module: LightningModule, batch: Any, batch_idx: int) -> tuple[Any, ...]:

@@ -9,6 +9,7 @@ pass: to most causal language models also ``num_items_in_batch``, which is of no
 """
 
 import contextlib
+import warnings
 from collections.abc import Iterator, Mapping
 from functools import partial
 from inspect import signature
@@ -23,11 +24,13 @@ from memrewrite.api import OptimizedModule, optimize
 from memrewrite.integrations.calls import first_call
 from memrewrite.integrations.longest import Asked, largest_batch, planned_for
 from memrewrite.integrations.loops import trainer_loop
+from memrewrite.measurement.passes import BEYOND, Waiting
 from memrewrite.optimizing.by_size import noted
 from memrewrite.records.attached import attach, report_of
 from memrewrite.records.errors import UsageError
 from memrewrite.records.mesh import Ddp
 from memrewrite.runtime.dropin import programs
+from memrewrite.runtime.promise import BeyondPlanWarning
 from memrewrite.state.attributes import Attributes
 from memrewrite.state.containers import contents, is_container, put_back
 from memrewrite.state.random_state import preserved_rng
@@ -101,6 +104,39 @@ class _WhenSharded(TrainerCallback):  # type: ignore[misc]  # transformers is no
         _optimized(self._trainer, self._longest, self._options)
 
 
+class _Calls(TrainerCallback):  # type: ignore[misc]  # as above
+    """Tells, as the first batch has been taken, where the model was called more often than was planned."""
+
+    def __init__(self, result: OptimizedModule) -> None:
+        self._result = result
+        self._waiting: Waiting | None = None
+        self._calls = 0
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+        """Count from here on; what is compiled calls no hooks that it could see."""
+        if not self._calls and not args.torch_compile:
+            self._waiting = Waiting(self._result)
+
+    def on_substep_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+        """The first of several batches has been taken."""
+        self._tell()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+        """The first batch has been taken."""
+        self._tell()
+
+    def _tell(self) -> None:
+        if self._waiting is None:
+            return
+        self._calls = self._waiting.most
+        self._waiting.remove()
+        self._waiting = None
+        if self._calls > 1:
+            told = BEYOND.format(loop="compute_loss", path=type(self._result).__name__, calls=self._calls)
+            attach(noted(report_of(self._result), told, self._result), self._result)
+            warnings.warn(told, BeyondPlanWarning, stacklevel=2)
+
+
 def _optimized(trainer: Trainer, longest: int | None, options: dict[str, Any]) -> OptimizedModule:
     name = getattr(trainer.model, "main_input_name", "input_ids")
     batches: list[tuple[Any, Any]] = []
@@ -118,6 +154,7 @@ def _optimized(trainer: Trainer, longest: int | None, options: dict[str, Any]) -
     if "loss_fn" not in options and _computes_another(trainer) and not {*trainer.label_names} & {*call.kwargs}:
         note = f"{type(trainer).__name__}.compute_loss gives the model no labels, and its loss is not in the step; "
         attach(noted(report_of(result), f"{note}give it as loss_fn.", result), result)
+    trainer.add_callback(_Calls(result))
     return result
 
 

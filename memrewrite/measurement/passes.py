@@ -7,6 +7,11 @@ from torch import nn
 
 from memrewrite.torch_internals.pytrees import tensors_in
 
+BEYOND = (
+    "{loop} calls {path} {calls} times before backward, which takes more than the one call that was planned; "
+    "optimize a module whose forward makes all of these calls."
+)
+"""What is said of a loop that does so."""
 _KEY = "memrewrite: a pass"
 
 
@@ -15,20 +20,23 @@ class _Pass:
 
 
 class Waiting:
-    """Counts the passes of ``module`` since ``begin`` whose graphs are there; ``remove`` takes its hook away."""
+    """Counts the passes of ``module`` since ``begin`` whose graphs are there; ``remove`` takes its hook away.
+
+    ``most`` is how many there were at once as one of them ended.
+    """
 
     def __init__(self, module: nn.Module) -> None:
-        passes: list[weakref.ref[_Pass]] = []
+        self.most = 0
+        self._passes = passes = list[weakref.ref[_Pass]]()
+        mine = weakref.ref(self)
 
         # A function, not a method: a copy of the model that somebody makes copies its hooks, but not what these hold.
         def took(module: nn.Module, args: Any, output: Any) -> None:
-            made = _Pass()
-            nodes: list[Any] = [tensor.grad_fn for tensor in tensors_in(output)]
-            for node in filter(None, nodes):
-                node.metadata[_KEY] = made
-            passes.append(weakref.ref(made))
+            passes.append(_marked(output))
+            if (waiting := mine()) is not None:
+                waiting.most = max(waiting.most, len(waiting))
 
-        self._passes, self.remove = passes, module.register_forward_hook(took).remove
+        self.remove = module.register_forward_hook(took).remove
 
     def begin(self) -> None:
         """Count anew: backward ran."""
@@ -36,3 +44,12 @@ class Waiting:
 
     def __len__(self) -> int:
         return sum(each() is not None for each in self._passes)
+
+
+def _marked(output: Any) -> weakref.ref[_Pass]:
+    """What is there as long as the graph that made ``output``; of none, it is gone."""
+    made = _Pass()
+    nodes: list[Any] = [tensor.grad_fn for tensor in tensors_in(output)]
+    for node in filter(None, nodes):
+        node.metadata[_KEY] = made
+    return weakref.ref(made)

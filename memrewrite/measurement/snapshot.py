@@ -2,7 +2,9 @@
 
 import copy
 import itertools
+import weakref
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,12 +18,53 @@ from memrewrite.torch_internals.spread import local_part
 from memrewrite.workload.step import Inputs
 from memrewrite.workload.surroundings import Surroundings
 
+_PLAIN = (Tensor, nn.Parameter, nn.Buffer)
+
+
+@dataclass
+class _Bytes:
+    """A copy of a storage, which may end meanwhile as it would if nobody looked: then there is another in its place."""
+
+    storage: weakref.ref[Any]
+    device: torch.device
+    saved: Any
+
+    def restored(self) -> Any:
+        """The storage, as it was."""
+        storage = self.storage()
+        if storage is None:
+            storage = torch.UntypedStorage(self.saved.nbytes(), device=self.device)
+            self.storage = weakref.ref(storage)
+        if storage.nbytes() != self.saved.nbytes():
+            storage.resize_(self.saved.nbytes())
+        return storage.copy_(self.saved)
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where a tensor lies: in which storage, by number, and how."""
+
+    storage: int
+    dtype: torch.dtype
+    layout: tuple[Any, torch.Size, tuple[int, ...]]  # offset, sizes, strides
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> "_Place":
+        """That of a tensor."""
+        layout = tensor.storage_offset(), tensor.shape, tensor.stride()
+        return cls(id(tensor.untyped_storage()), tensor.dtype, layout)
+
+    def tensor(self, storage: Any) -> Tensor:
+        """A tensor that lies there."""
+        return torch.empty(0, dtype=self.dtype, device=storage.device).set_(storage, *self.layout)
+
 
 class State:
     """Parameters, buffers, other attributes, gradients, flags and random state of some modules, bit for bit.
 
     ``inputs`` are tensors that count as well; so does what the modules' code and ``loss_fn`` may write to. Bytes are
-    kept on the CPU or, ``near``, where they lie, one copy per storage; ``.grad`` tensors are kept by reference.
+    kept on the CPU or, ``near``, where they lie, one copy per storage; ``.grad`` tensors are kept by reference, and
+    memory that is replaced (``parameter.data = ...``) is not kept from ending.
     """
 
     def __init__(
@@ -36,8 +79,9 @@ class State:
         self._near = near
         self._attributes = Attributes(*modules)
         self._surroundings = Surroundings(modules, loss_fn)
-        self._tensors: dict[int, tuple[Tensor, Tensor, bool, Tensor | None]] = {}  # itself, alias, requires_grad, grad
-        self._bytes: dict[int, tuple[Any, Any]] = {}  # a storage and its copy
+        # Itself, where it lies or an alias, requires_grad, grad.
+        self._tensors: dict[int, tuple[Tensor, _Place | Tensor, bool, Tensor | None]] = {}
+        self._bytes: dict[int, _Bytes] = {}
         for tensor in itertools.chain(tensors_of(*modules), inputs):
             if id(tensor) not in self._tensors:
                 self._keep(tensor)
@@ -45,26 +89,25 @@ class State:
 
     def _keep(self, tensor: Tensor) -> None:
         grad = tensor.grad if tensor.is_leaf else None
-        self._tensors[id(tensor)] = (tensor, tensor.detach(), tensor.requires_grad, grad)
+        place = _Place.of(tensor) if _is_plain(tensor) else tensor.detach()
+        self._tensors[id(tensor)] = (tensor, place, tensor.requires_grad, grad)
         tensor = local_part(tensor)
         if not _has_memory(tensor):
             return  # a sparse buffer is kept by reference: no module writes one in place
         storage: Any = tensor.untyped_storage()
         if id(storage) not in self._bytes:
             saved = storage.clone() if self._near or storage.device.type == "cpu" else _on_cpu(storage)
-            self._bytes[id(storage)] = (storage, saved)
+            self._bytes[id(storage)] = _Bytes(weakref.ref(storage), storage.device, saved)
 
     def restore(self) -> None:
         """Put everything back, in place, into the same objects."""
         self._attributes.restore()
         self._surroundings.restore()
-        for storage, saved in self._bytes.values():
-            if storage.nbytes() != saved.nbytes():
-                storage.resize_(saved.nbytes())
-            storage.copy_(saved)
-        for tensor, alias, requires_grad, grad in self._tensors.values():
+        storages = {key: kept.restored() for key, kept in self._bytes.items()}
+        for tensor, place, requires_grad, grad in self._tensors.values():
             if tensor.grad_fn is not None and requires_grad is False and not is_view(tensor):
                 tensor.detach_()  # a buffer updated in place from activations carries their graph
+            alias = place.tensor(storages[place.storage]) if isinstance(place, _Place) else place
             if _lies_elsewhere(tensor, alias):
                 tensor.data = alias
             if tensor.is_leaf:
@@ -74,18 +117,18 @@ class State:
 
     def bring_to_cpu(self) -> None:
         """Keep bytes on the CPU from now on, also those of what ``restarted`` made of this."""
-        for key, (storage, saved) in self._bytes.items():
-            self._bytes[key] = storage, saved if saved.device.type == "cpu" else _on_cpu(saved)
+        for kept in self._bytes.values():
+            kept.saved = kept.saved if kept.saved.device.type == "cpu" else _on_cpu(kept.saved)
 
     def bring_back(self) -> None:
         """Keep bytes where they lie again, as far as there is room, if they were kept there before."""
-        for key, (storage, saved) in self._bytes.items():
-            if self._near and saved.device != storage.device:
+        for kept in self._bytes.values():
+            if self._near and kept.saved.device != kept.device:
                 try:
-                    near = torch.UntypedStorage(saved.nbytes(), device=storage.device)
+                    near: Any = torch.UntypedStorage(kept.saved.nbytes(), device=kept.device)
                 except torch.OutOfMemoryError:
                     return
-                self._bytes[key] = storage, near.copy_(saved)
+                kept.saved = near.copy_(kept.saved)
 
     def drawn_from(self, record: Mapping[tuple[str, str], Any]) -> bool:
         """Whether PyTorch's random state is no longer that of here in what a step recorded of it."""
@@ -102,8 +145,8 @@ class State:
         """The state right after ``restore``, with the gradients and the random state of now; no bytes are copied."""
         other = copy.copy(self)
         other._tensors = {
-            key: (tensor, alias, requires_grad, tensor.grad if tensor.is_leaf else None)
-            for key, (tensor, alias, requires_grad, _) in self._tensors.items()
+            key: (tensor, place, requires_grad, tensor.grad if tensor.is_leaf else None)
+            for key, (tensor, place, requires_grad, _) in self._tensors.items()
         }
         other._generators = RandomState(self._devices)
         return other
@@ -112,6 +155,12 @@ class State:
 def _has_memory(tensor: Tensor) -> bool:
     """Whether a tensor is its bytes: not sparse, nor on the meta device, where fake copies forbid asking for any."""
     return tensor.layout == torch.strided and tensor.device.type != "meta"
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    """Whether a tensor is what its memory says, and nothing else."""
+    plain = type(tensor) in _PLAIN and _has_memory(tensor) and not tensor.is_inference()
+    return plain and not (tensor.is_conj() or tensor.is_neg())
 
 
 def _lies_elsewhere(tensor: Tensor, alias: Tensor) -> bool:

@@ -36,6 +36,7 @@ _NO_CALL = (
     "No call of {} was watched: the loop calls another module, as a copy of it, or its forward itself, "
     "as sentence-transformers does (module.forward(x)), which calls no hooks."
 )
+_NO_STEP = "Only calls of {} for evaluation were watched, and its plan is for training steps."
 _SEEN_ON_CPU = " On the CPU this is known of tensors made while it was watched, of the model, its inputs and optimizer."
 
 
@@ -77,6 +78,7 @@ class Watch:
         self._device = place
         self._tracker = None if place.type == "cuda" else Tracker(place.type)
         self._passes = 0
+        self._evaluates = False  # since the last pass
         self._facts = _Facts()
         self._outputs: list[weakref.ref[torch.UntypedStorage]] = []
         self._handles: list[Any] = []
@@ -90,7 +92,7 @@ class Watch:
                 self._begin(args, kwargs)
 
         def end(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-            if _foreseen(args, kwargs):
+            if _foreseen(args, kwargs) or self._evaluates:
                 return
             known = self._facts.known | {_address(t) for t in (*module.parameters(), *module.buffers())}
             held = (part for tensor in tensors_in(output) for part in parts_of(tensor))
@@ -124,7 +126,7 @@ class Watch:
         for handle in self._handles:
             handle.remove()
         if error is None and not self._passes:
-            self.told = _NO_CALL.format(type(self._module).__name__)
+            self.told = (_NO_STEP if self._evaluates else _NO_CALL).format(type(self._module).__name__)
             warnings.warn(self.told, UserWarning, stacklevel=2)
         elif error is None:
             self._look(self._passes)
@@ -132,12 +134,16 @@ class Watch:
     def _begin(self, args: Any, kwargs: Any) -> None:
         """A forward pass begins: judge what was before it, then see what is there."""
         self._look(self._passes)
+        evaluated, trains = self._evaluates, self._module.training and torch.is_grad_enabled()
+        self._evaluates = self._report.mode == "train" and not trains
+        if self._evaluates:
+            return
         self._passes += 1
         inputs = [t for t in tensors_in((args, kwargs)) if self._here(t)]
         if self._tracker is not None:
             self._tracker.register(inputs, INPUTS)
             self._tracker.reset_peak()
-        elif self._passes == self._report.config["micro_batches"] + 1:
+        elif evaluated or self._passes == self._report.config["micro_batches"] + 1:
             torch.cuda.reset_peak_memory_stats(self._device)
         gradients = _gradients(self._module)
         self._facts = _Facts(
@@ -152,7 +158,7 @@ class Watch:
 
     def _look(self, passes: int) -> None:
         """Tell, once, if the passes since the first step took more than was promised."""
-        if self.told or passes <= self._report.config["micro_batches"]:
+        if self.told or self._evaluates or passes <= self._report.config["micro_batches"]:
             return
         peak = torch.cuda.max_memory_allocated(self._device) if self._tracker is None else self._tracker.peak
         if peak <= self._limit:
@@ -250,6 +256,7 @@ def watch(optimized: nn.Module) -> Watch:
     ``OverBudgetWarning`` that names what the loop does otherwise than was promised: the output alive in backward,
     gradients alive while forward runs, another batch on the device, other tensors beside the model, a larger batch, an
     optimizer with more state, or that the original forward ran. A loop in which no call was seen is warned of, too.
+    From a call for evaluation (in eval mode, or without gradients) to the next one that trains nothing is judged.
     On CUDA the allocator's own counters are read. On the CPU each operator is followed, which takes time, and tensors
     that were made before the context and are none of the model's, its optimizer's or its inputs are not seen. Hooks on
     ``optimized`` are removed as the context ends.

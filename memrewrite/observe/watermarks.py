@@ -107,9 +107,7 @@ def _with_loss(found: dict[fx.Node, Watermarks]) -> dict[fx.Node, Watermarks]:
 
 def _waiting(twin: nn.Module, step: Step) -> list[Tensor]:
     """The gradients of earlier passes, to which backward adds."""
-    if not step.gradients_wait:
-        return []
-    trained = [p for p in twin.parameters() if p.requires_grad]
+    trained = [p for p in twin.parameters() if p.requires_grad] if step.gradients_wait else step.left_in(twin)
     for parameter in trained:
         parameter.grad = torch.empty_like(parameter)
     return [cast(Tensor, parameter.grad) for parameter in trained]

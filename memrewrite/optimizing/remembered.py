@@ -41,7 +41,7 @@ from memrewrite.simulate.fake.copier import tensors_of
 from memrewrite.targets.layout import bytes_of_blocks
 from memrewrite.workload.hooks import with_hooks_of, without_hooks
 from memrewrite.workload.in_groups import made_whole
-from memrewrite.workload.optimizers import OptimizerFactory
+from memrewrite.workload.optimizers import AsOne, Groups, LikeGroups, OptimizerFactory
 from memrewrite.workload.step import device_of
 from memrewrite.workload.workload import Workload
 
@@ -94,7 +94,7 @@ def _described(work: Workload, asked: Request) -> Description:
     device = None if asked.device is None else str(asked.device)
     regions = None if asked.regions is None else tuple(asked.regions)
     options = replace(asked, budget=budget, device=device, regions=regions, dynamic=None)
-    loop = step.micro_batches, str(step.loop), step.in_backward
+    loop = step.micro_batches, str(step.loop), step.in_backward, _forms(step.groups)
     settings = step.mode, str(step.amp), type(step.target).__name__, *loop
     found.add("environment", environment(device_of(work.model, work.inputs)))
     found.add("replaced", replaced_in_torch())
@@ -109,13 +109,26 @@ def _described(work: Workload, asked: Request) -> Description:
 
 def _optimizer(factory: OptimizerFactory | None) -> Any:
     """The factory, without the learning rate where that is a number to one of PyTorch's optimizers."""
+    if isinstance(factory, AsOne):
+        return "several", [(_optimizer(each), count) for each, count in factory.factories]
+    if isinstance(factory, LikeGroups):
+        return "like groups", _optimizer(factory.make), [_without_rate(each) for each in factory.settings]
     whole, most = made_whole(factory)
     if most is not None:
         return "in groups", most, _optimizer(whole)
     if not isinstance(factory, functools.partial) or not str(factory.func.__module__).startswith("torch.optim"):
         return factory
-    settings = factory.keywords
-    return factory.func, {k: v for k, v in settings.items() if k != "lr" or not isinstance(v, float | int)}
+    return factory.func, _without_rate(factory.keywords)
+
+
+def _forms(groups: Groups | None) -> Any:
+    """The groups, with the shapes of what has no name."""
+    return groups and [[each if isinstance(each, str) else tuple(each.shape) for each in group] for group in groups]
+
+
+def _without_rate(settings: dict[str, Any]) -> dict[str, Any]:
+    rates = ("lr", "initial_lr")
+    return {k: v for k, v in settings.items() if k not in rates or not isinstance(v, float | int)}
 
 
 def _packed(outcome: Outcome, described: Description) -> Entry:

@@ -155,7 +155,7 @@ class Bench:
     @property
     def one_pass_tells_nothing(self) -> bool:
         """Whether the second step differs from the first, or is none without its optimizer."""
-        return self.step.loop.zero_grad == "in place" or self.step.in_backward
+        return self.step.loop.zero_grad == "in place" or self.step.in_backward or bool(self.step.left)
 
     def noted(self, whole: tuple[str, ...], room: int) -> Noted:
         """What is known of the passes of a whole model's program, which makes room for so many bytes before all else.

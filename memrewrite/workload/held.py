@@ -24,12 +24,14 @@ _DEEPEST = 4  # containers, objects and functions inside one another: a method o
 class Targets:
     """The tensors a loss function holds: those that come with each batch, and those of its own modules.
 
-    ``beside`` are those that the model's code holds and that are no part of the model.
+    ``beside`` are those that the model's code holds and that are no part of the model; ``own`` are parameters of the
+    model that the loss function names, where another model stands for it.
     """
 
     of_batch: tuple[Tensor, ...] = ()
     fixed: tuple[Tensor, ...] = ()
     beside: tuple[Tensor, ...] = ()
+    own: tuple[Tensor, ...] = ()
 
     @property
     def all(self) -> tuple[Tensor, ...]:

@@ -7,14 +7,13 @@ is one forward under ``torch.no_grad``. What stays alive between steps is the lo
 
 import contextlib
 import itertools
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
-from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from memrewrite.records.errors import UsageError
 from memrewrite.records.loop import TUTORIAL_LOOP, Loop
@@ -25,9 +24,10 @@ from memrewrite.targets.layout import Layout
 from memrewrite.torch_internals.pytrees import tensors_in, tree_map
 from memrewrite.torch_internals.scaler import Scaler
 from memrewrite.torch_internals.spread import computed_on, parts_of
+from memrewrite.workload.average import Average
 from memrewrite.workload.held import Targets, held_beside, held_by
 from memrewrite.workload.in_backward import stepping_in_backward, while_backward
-from memrewrite.workload.optimizers import OptimizerFactory, one_of
+from memrewrite.workload.optimizers import Groups, OptimizerFactory, one_of, own_name
 
 if TYPE_CHECKING:
     from memrewrite.torch_internals.ddp import Replica
@@ -95,7 +95,9 @@ class Step:
     add up before the optimizer's step, each pass over the same inputs. ``loop`` says what stays alive from one step to
     the next, ``mesh`` which processes train together, None where this one trains alone. ``in_backward`` says that the
     optimizer updates parameters while backward runs, which ends their gradients. ``layout`` is how what is given lay on
-    the device as planning began, None for as it lies now.
+    the device as planning began, None for as it lies now. ``groups`` are the parameters in each of the optimizer's
+    groups, None where all that train are in one; ``left`` are the names of those that train and are in none: nobody
+    frees their gradients.
     """
 
     mode: Literal["train", "inference"] = "train"
@@ -108,6 +110,8 @@ class Step:
     mesh: Mesh | None = None
     in_backward: bool = False
     layout: Layout | None = None
+    groups: Groups | None = None
+    left: frozenset[str] = frozenset()
 
     @property
     def divides_layers(self) -> bool:
@@ -135,11 +139,13 @@ class Step:
         return self.target.device_type(device_type(module, inputs))
 
     def make_optimizer(self, module: nn.Module) -> torch.optim.Optimizer | None:
-        """The optimizer over the parameters that train, or None where there is nothing to train."""
-        trained = [p for p in module.parameters() if p.requires_grad]
+        """The optimizer over the parameters that train and that it steps, or None where there is nothing to train."""
+        trained = {own_name(name): p for name, p in module.named_parameters() if p.requires_grad}
         if self.mode == "inference" or self.optimizer is None or not trained:
             return None
-        made = one_of(self.optimizer(trained))
+        here = [[trained.get(p) if isinstance(p, str) else p for p in group] for group in self.groups or ()]
+        groups = [{"params": [parameter for parameter in group if parameter is not None]} for group in here]
+        made = one_of(self.optimizer(groups or list(trained.values())))
         return stepping_in_backward(made) if self.in_backward else made
 
     def begin(
@@ -177,6 +183,15 @@ class Step:
             return not any(id(part.untyped_storage()) in known for part in parts_of(tensor))
 
         return Targets(*(tuple(filter(new, found)) for found in held))
+
+    @property
+    def stepped_beside(self) -> list[Tensor]:
+        """What the optimizer steps that is no parameter of the model."""
+        return [each for group in self.groups or () for each in group if isinstance(each, Tensor)]
+
+    def left_in(self, module: nn.Module) -> list[nn.Parameter]:
+        """The parameters that train and that the optimizer does not step."""
+        return [p for name, p in module.named_parameters() if own_name(name) in self.left]
 
     def backward(self, loss: Tensor) -> None:
         """Make the gradients of ``loss``; a step that does more than that overrides it."""
@@ -310,43 +325,6 @@ class Running:
     def _zero_grad(self) -> None:
         owner = self.module if self.optimizer is None else self.optimizer
         owner.zero_grad(set_to_none=self.step.loop.zero_grad != "in place")
-
-
-class Average:
-    """A moving average of a module's parameters, with its buffers: the tensors of ``swa_utils.AveragedModel``.
-
-    ``tensors`` are a copy of each parameter and buffer, and the number of updates.
-    """
-
-    def __init__(self, module: nn.Module) -> None:
-        self._parameters, self._buffers = list(module.parameters()), list(module.buffers())
-        self._averages = [parameter.detach().clone() for parameter in self._parameters]
-        self._copies = [buffer.detach().clone() for buffer in self._buffers]
-        place = next((t.device for t in (*self._parameters, *self._buffers)), torch.device("cpu"))
-        self._updates = torch.zeros((), dtype=torch.long, device=place)
-        self._move = get_ema_multi_avg_fn()
-
-    @property
-    def of_parameters(self) -> list[Tensor]:
-        """The copies of parameters, which lie where these do."""
-        return self._averages
-
-    @property
-    def tensors(self) -> list[Tensor]:
-        """All that it keeps."""
-        return [*self._averages, *self._copies, self._updates]
-
-    @torch.no_grad()
-    def update(self) -> None:
-        """Move the average towards the module as it is; buffers are copied."""
-        kinds: dict[Any, list[tuple[Tensor, Tensor]]] = defaultdict(list)
-        for average, parameter in zip(self._averages, self._parameters, strict=True):
-            kinds[parameter.device, parameter.dtype].append((average, parameter.detach()))
-        for pairs in kinds.values():
-            self._move([average for average, _ in pairs], [now for _, now in pairs], self._updates)
-        for copied, buffer in zip(self._copies, self._buffers, strict=True):
-            copied.copy_(buffer)
-        self._updates += 1
 
 
 @contextlib.contextmanager

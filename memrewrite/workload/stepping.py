@@ -1,6 +1,6 @@
 """How an optimizer's step is taken: as a whole, in groups of parameters, or while backward runs."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Literal
 
@@ -11,7 +11,7 @@ from memrewrite.records.errors import UsageError
 from memrewrite.workload.in_backward import check_in_backward, step_in_backward
 from memrewrite.workload.in_groups import InGroups, check_groups, made_whole, making_groups, step_in_groups
 from memrewrite.workload.narrowed import Narrowed
-from memrewrite.workload.optimizers import OptimizerFactory, optimizers_like
+from memrewrite.workload.optimizers import AsOne, OptimizerFactory, Optimizers, optimizers_like
 from memrewrite.workload.step import Step
 
 How = Literal["whole", "grouped", "in_backward"]
@@ -37,6 +37,13 @@ def factory_like(optimizer: torch.optim.Optimizer) -> OptimizerFactory:
     return making_groups(factory, optimizer._size) if isinstance(optimizer, InGroups) else factory
 
 
+def factory_of(optimizers: Sequence[torch.optim.Optimizer]) -> OptimizerFactory:
+    """``factory_like``, of several as one."""
+    if len(optimizers) == 1:
+        return factory_like(optimizers[0])
+    return AsOne(tuple((factory_like(each), len(each.param_groups)) for each in optimizers))
+
+
 def stepping(step: Step, model: nn.Module, how: How) -> Step:
     """The same step of ``model``, with the optimizer's own in groups or while backward runs if asked for.
 
@@ -50,7 +57,10 @@ def stepping(step: Step, model: nn.Module, how: How) -> Step:
     if step.optimizer is None or step.mode == "inference":
         raise UsageError(f"optimizer_step={how!r} is for a training step with an optimizer; leave it out.")
     trained = [p for p in model.parameters() if p.requires_grad]
-    grouped = isinstance(step.make_optimizer(model), InGroups)
+    made = step.make_optimizer(model)
+    if isinstance(made, Optimizers):
+        raise UsageError(f"optimizer_step={how!r} is for one optimizer, and there are several; leave it out.")
+    grouped = isinstance(made, InGroups)
     if grouped if how == "in_backward" else step.in_backward:
         raise UsageError("An optimizer steps in groups or while backward runs; give one that does not yet.")
     if how == "in_backward":

@@ -1,7 +1,8 @@
 """What a call of ``optimize``, ``estimate``, ``measure`` or ``verify`` is about: a model, its inputs and its step."""
 
 import itertools
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from numbers import Integral
@@ -17,13 +18,21 @@ from memrewrite.records.mesh import Mesh
 from memrewrite.runtime.differences import has_parts
 from memrewrite.torch_internals.pytrees import tensors_in, tree_leaves
 from memrewrite.torch_internals.spread import is_sparse_or_nested
+from memrewrite.workload.held import held_beside, held_by
 from memrewrite.workload.in_backward import InBackward
-from memrewrite.workload.optimizers import SEVERAL, OptimizerFactory
+from memrewrite.workload.optimizers import OptimizerFactory, groups_in, own_name
 from memrewrite.workload.step import Inputs, Step
-from memrewrite.workload.stepping import checked, factory_like
+from memrewrite.workload.stepping import checked, factory_of
 from memrewrite.workload.stepspec import amp_dtype, in_backward, optimizer_factory
 
-Optimizer = str | torch.optim.Optimizer | type[torch.optim.Optimizer] | OptimizerFactory | None
+Optimizer = (
+    str
+    | torch.optim.Optimizer
+    | Sequence[torch.optim.Optimizer]
+    | type[torch.optim.Optimizer]
+    | OptimizerFactory
+    | None
+)
 Mode = Literal["train", "inference"] | None
 
 
@@ -87,11 +96,7 @@ def make_step(
         raise UsageError(
             f"loss_fn is {_kind(loss_fn)}; give a function of the output, lambda output: criterion(output, target) say."
         )
-    if not (optimizer is None or isinstance(optimizer, str | torch.optim.Optimizer) or callable(optimizer)):
-        raise UsageError(
-            f"optimizer is {_kind(optimizer)}; give a name, an optimizer, a class or a function of the parameters; "
-            f"{SEVERAL}."
-        )
+    stepped = _stepped(model, optimizer, loss_fn)
     if amp not in (None, torch.bfloat16, torch.float16) and not isinstance(amp, str):
         raise UsageError(f"amp={amp!r} is no type that autocast computes in; give 'bf16' or 'fp16'.")
     if not isinstance(micro_batches, Integral):  # NumPy's are some
@@ -108,15 +113,42 @@ def make_step(
     if now == "train" and not any(p.requires_grad for p in model.parameters()):
         raise UsageError("No parameter requires a gradient, so there is no training step; call model.eval() first.")
     _refuse_contexts(model, now)
-    while_backward = in_backward(optimizer) if isinstance(optimizer, str) else isinstance(optimizer, InBackward)
-    if isinstance(optimizer, str):
-        factory = optimizer_factory(optimizer)
-    else:
-        factory = factory_like(optimizer) if isinstance(optimizer, torch.optim.Optimizer) else optimizer
     kind = amp_dtype(amp) if isinstance(amp, str) else amp
     mesh = None if mesh is None else mesh.of_mode(now)
     how: dict[str, Any] = {"micro_batches": int(micro_batches), "loop": Loop.parse(loop), "mesh": mesh}
-    return checked(Step(now, factory, loss_fn, kind, in_backward=while_backward, **how))
+    return checked(Step(now, loss_fn=loss_fn, amp=kind, **how, **stepped))
+
+
+def _stepped(model: nn.Module, optimizer: Optimizer, loss_fn: Callable[[Any], Tensor] | None) -> dict[str, Any]:
+    """What the step of a model is told of its optimizer: optimizers step the parameters that they have, if any.
+
+    Those may be the loss function's, as of losses that learn a center for each class.
+    """
+    if isinstance(optimizer, str):
+        return {"optimizer": optimizer_factory(optimizer), "in_backward": in_backward(optimizer)}
+    several = isinstance(optimizer, list | tuple)
+    given: list[Any] = list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer]
+    if not given or not all(isinstance(each, torch.optim.Optimizer) for each in given):
+        if several or not (optimizer is None or callable(optimizer)):
+            raise UsageError(
+                f"optimizer is {_kind(optimizer)}; give a name, an optimizer, a list of several, a class or a function "
+                "of the parameters."
+            )
+        return {"optimizer": optimizer}
+    beside = held_beside(model) + [each for found in (held_by(loss_fn) if loss_fn else ()) for each in found]
+    if several:
+        given = [each for each in given if any(groups_in([each], model, beside))]
+        if not given:
+            raise UsageError(f"None of the optimizers steps a parameter of {type(model).__name__} that trains.")
+        counts = Counter(name for group in groups_in(given, model) for name in group)
+        if twice := next((name for name, count in counts.items() if count > 1), None):
+            raise UsageError(f"Two of the {len(given)} optimizers step {twice}; say optimizer=, one that a step takes.")
+    told: dict[str, Any] = {"optimizer": factory_of(given), "in_backward": isinstance(given[0], InBackward)}
+    groups = groups_in(given, model, beside)
+    left = {own_name(n) for n, p in model.named_parameters() if p.requires_grad}.difference(*groups)
+    if not any(groups) or (len(groups) == 1 and not left and all(isinstance(each, str) for each in groups[0])):
+        return told
+    return told | {"groups": groups, "left": frozenset(left)}
 
 
 def _refuse_contexts(model: nn.Module, mode: Literal["train", "inference"]) -> None:

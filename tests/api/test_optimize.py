@@ -376,7 +376,7 @@ def test_an_optimizer_that_steps_in_backward_takes_no_step_of_ours(call: Any) ->
     [
         ({"loss_fn": "mse"}, "loss_fn is of type str; give a function of the output"),
         ({"loss_fn": nn.MSELoss}, "loss_fn is the class MSELoss; give a function of the output"),
-        ({"optimizer": 3}, "optimizer is of type int; give a name, an optimizer, a class or a function"),
+        ({"optimizer": 3}, "optimizer is of type int; give a name, an optimizer, a list of several, a class"),
         ({"amp": torch.int8}, "amp=torch.int8 is no type that autocast computes in"),
         ({"micro_batches": 2.5}, "micro_batches=2.5 is no whole number"),
         ({"mode": "eval"}, "mode='eval' is unknown; give 'train' or 'inference'"),
@@ -408,10 +408,32 @@ def test_several_optimizers_are_parts_of_one() -> None:
     ids = torch.randint(500, (32, 6))
     report = memrewrite.optimize(model, ids, optimizer=Parts).report
     assert memrewrite.measure(model, ids, optimizer=Parts, steps=1).peak == report.predicted_before.peak
-    cannot_be: list[Any] = [[Parts(model.parameters())], lambda parameters: [torch.optim.Adam(parameters)]]
-    for several in cannot_be:
-        with pytest.raises(UsageError, match="several can be parts of one of your own, whose step takes theirs"):
-            memrewrite.optimize(model, ids, optimizer=several)
+
+    def made(parameters: Iterable[nn.Parameter]) -> Any:
+        table, *others = parameters
+        return [torch.optim.SparseAdam([table]), torch.optim.Adam(others)]
+
+    for several in (made, made(model.parameters())):
+        assert memrewrite.estimate(model, ids, optimizer=several).peak.bytes == report.predicted_before.peak
+
+
+@pytest.mark.parametrize(
+    ("several", "sentence"),
+    [
+        (lambda model: [], "optimizer is of type list; give a name, an optimizer, a list of several, a class or"),
+        (lambda model: [torch.optim.SGD], "optimizer is of type list; give a name"),
+        (
+            lambda model: [torch.optim.SGD(conv_net().parameters())],
+            "None of the optimizers steps a parameter of ConvNet",
+        ),
+        (lambda model: [torch.optim.SGD(model.parameters()) for _ in range(2)], "Two of the 2 optimizers step"),
+    ],
+    ids=["none", "a class", "of another model", "one twice"],
+)
+def test_optimizers_that_are_none_together(several: Callable[[Any], Any], sentence: str) -> None:
+    model = conv_net()
+    with pytest.raises(UsageError, match=sentence):
+        memrewrite.estimate(model, image(), optimizer=several(model))
 
 
 @dataclass

@@ -298,6 +298,31 @@ def test_a_loss_of_another_trainers_own_is_told(transformers: ModuleType, tmp_pa
 
 
 @pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize("calls", [1, 2])
+def test_a_loss_that_calls_the_model_twice_is_told(calls: int, transformers: ModuleType, tmp_path: Path) -> None:
+    from memrewrite.integrations.transformers import optimize_trainer
+
+    class Twice(transformers.Trainer):  # type: ignore[misc, name-defined]
+        def compute_loss(self, model: Any, inputs: dict[str, Any], **given: Any) -> torch.Tensor:
+            loss = torch.stack([model(**inputs).loss for _ in range(calls)]).sum()
+            with torch.no_grad():
+                model(**inputs)
+            return loss
+
+    given = trainer(transformers, tmp_path)
+    ours = Twice(given.model, given.args, train_dataset=given.train_dataset)
+    result = optimize_trainer(ours, budget="min", verify=False)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        ours.train()
+    told = [str(each.message) for each in caught if each.category is memrewrite.BeyondPlanWarning]
+    expected = "compute_loss calls GPT2LMHeadModel 2 times before backward, which takes more than the one call that was"
+    assert [text.startswith(expected) for text in told] == [True] * (calls - 1)
+    assert (told[-1:] == [memrewrite.report_of(result).notes[-1]]) == (calls == 2)
+    assert not result._forward_hooks
+
+
+@pytest.mark.filterwarnings("default")
 def test_numbers_in_batches_vary_and_those_that_decide_sizes_are_told(transformers: ModuleType, tmp_path: Path) -> None:
     from memrewrite.integrations.transformers import optimize_trainer
 
@@ -429,7 +454,7 @@ def test_lightning_submodules_are_replaced_once_each(lightning: ModuleType) -> N
     [
         ("missing", 1, "has no submodule 'missing'; name one it has"),
         ("idle", 1, "The training step does not call Linear"),
-        ("net", 2, "There are 2 optimizers; say optimizer= which steps net"),
+        ("net", 2, "Two of the 2 optimizers step 0.0.weight; say optimizer=, one that a step takes."),
         ("", 1, "Optimize is for a submodule; give Net itself to memrewrite.optimize, and the result to fit."),
         ("compiled", 1, "compiled is compiled, and what is compiled would go on without a plan;"),
         ("compiled._orig_mod", 1, "compiled._orig_mod is compiled, and what is compiled would go on without a plan;"),

@@ -82,3 +82,37 @@ class Ensemble(nn.Module):
 def test_parameters_without_memory_are_not_asked_where_they_lie() -> None:
     with pytest.raises(CaptureError, match=r"torch\.func transforms"):
         memrewrite.optimize(Ensemble(), torch.randn(4, WIDTH), budget="min")
+
+
+class Momentum(nn.Module):
+    """Has a slow copy of its weight, which forward replaces, and one that lies in the same memory."""
+
+    row: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.quick, self.slow = nn.Linear(8 * WIDTH, 8 * WIDTH), nn.Linear(8 * WIDTH, 8 * WIDTH).requires_grad_(False)
+        self.register_buffer("row", self.slow.weight.detach()[0])
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.slow.weight.data = 0.9 * self.slow.weight.data + 0.1 * self.quick.weight.data
+        return self.quick(x) * self.slow(x)
+
+
+def test_what_forward_replaces_counts_once_and_is_put_back() -> None:
+    module, x = Momentum(), torch.randn(4, 8 * WIDTH)
+    del module.row
+    weight = module.slow.weight.detach().clone()
+    peak = memrewrite.estimate(module, x, optimizer="sgd").peak.bytes
+    assert memrewrite.measure(module, x, optimizer="sgd", steps=1).peak == peak
+    assert torch.equal(module.slow.weight, weight)
+
+
+def test_what_lies_in_the_same_memory_does_so_again() -> None:
+    module, x = Momentum(), torch.randn(4, 8 * WIDTH)
+    with preserved_state(module, Inputs((x,), {})):
+        module(x)
+        del module.row
+        module.slow.weight.data = module.slow.weight.data.clone()
+    assert module.slow.weight.data_ptr() == module.row.data_ptr()
+    assert torch.equal(module.slow.weight[0], module.row)

@@ -161,6 +161,38 @@ def test_a_peak_that_is_foreseen_meanwhile_is_no_pass_of_the_loop() -> None:
         assert watch._passes == 1
 
 
+def test_evaluation_is_no_step(dropping: Any) -> None:
+    result, x, y, criterion = dropping
+
+    def run(optimizer: torch.optim.Optimizer) -> None:
+        for _ in range(3):
+            loops.drop_output(result, optimizer, criterion, iter([(x, y)] * STEPS))
+            result.eval()
+            with torch.no_grad():
+                results = [result(torch.cat([x] * 4)) for _ in range(2)]
+            result.train()
+            del results
+
+    assert watched(result, run) == ""
+    watch, told = memrewrite.watch(result), r"^Only calls of \w+ for evaluation were watched"
+    with pytest.warns(UserWarning, match=told), watch, torch.no_grad():
+        result(x)
+
+
+def test_a_step_after_evaluation_that_takes_more(dropping: Any) -> None:
+    result, x, y, criterion = dropping
+
+    def run(optimizer: torch.optim.Optimizer) -> None:
+        loops.drop_output(result, optimizer, criterion, iter([(x, y)] * STEPS))
+        with torch.no_grad():
+            result(x)
+        average = torch.zeros(123, 4567)
+        loops.drop_output(result, optimizer, criterion, iter([(x, y)] * 2))
+        assert average.nbytes
+
+    assert "other tensors are beside the model (2.2 MB (2.1 MiB))" in watched(result, run)
+
+
 def test_an_optimizer_with_more_state() -> None:
     result, x, y, criterion = optimized("cnn", optimizer="none")
     told = watched(result, lambda optimizer: loops.drop_output(result, optimizer, criterion, iter([(x, y)] * STEPS)))

@@ -5,7 +5,7 @@ import io
 import json
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -19,6 +19,7 @@ from memrewrite.records.loop import HABITS, Loop
 from memrewrite.report import estimate_table, tables
 from memrewrite.simulate import run_tracked, simulate
 from memrewrite.workload.step import Inputs, Step
+from memrewrite.workload.workload import make_step
 from tests.support import loops
 from tests.support.loops import CASES, made, step_of
 
@@ -74,6 +75,127 @@ def test_a_plan_is_within_its_budget_in_the_loop_it_is_for(loop: str, name: str)
     peak = loops.peak_of(loops.LOOPS[loop], optimized, torch.optim.AdamW, criterion, x, y)
     assert peak == optimized.report.predicted_after.peak <= budget
     assert optimized.report.config["loop"] == loop
+
+
+class Both:
+    """Two optimizers as a loop has them, by one name."""
+
+    def __init__(self, *optimizers: torch.optim.Optimizer) -> None:
+        self.optimizers = optimizers
+
+    def step(self) -> None:
+        for each in self.optimizers:
+            each.step()
+
+    def zero_grad(self, **how: Any) -> None:
+        for each in self.optimizers:
+            each.zero_grad(**how)
+
+
+def over_the_head(parameters: list[nn.Parameter]) -> list[torch.optim.Optimizer]:
+    return [torch.optim.Adam(parameters[-2:])]
+
+
+def muon_and_adamw(parameters: list[nn.Parameter]) -> list[torch.optim.Optimizer]:
+    matrices, others = [p for p in parameters if p.dim() == 2], [p for p in parameters if p.dim() != 2]
+    return [torch.optim.Muon(matrices, lr=0.01), torch.optim.AdamW(others)]
+
+
+def two_of_three(parameters: list[nn.Parameter]) -> list[torch.optim.Optimizer]:
+    return [torch.optim.Adam(parameters[:3]), torch.optim.SGD(parameters[6:], lr=0.1, momentum=0.9)]
+
+
+def in_unlike_groups(parameters: list[nn.Parameter]) -> list[torch.optim.Optimizer]:
+    groups: list[dict[str, Any]] = [{"params": parameters[:2]}, {"params": parameters[2:], "amsgrad": True}]
+    return [torch.optim.AdamW(groups, foreach=True)]
+
+
+@pytest.mark.parametrize("loop", ["tutorial", "zero-before-backward", "zero-in-place"])
+@pytest.mark.parametrize(
+    "optimizers", [over_the_head, muon_and_adamw, two_of_three, in_unlike_groups], ids=lambda each: each.__name__
+)
+def test_optimizers_step_the_parameters_that_they_have(optimizers: Any, loop: str) -> None:
+    model, x, y, criterion = made("language model")
+    given = optimizers([*model.parameters()])
+    options: dict[str, Any] = {"optimizer": given[0] if len(given) == 1 else given, "loop": loop}
+    options["loss_fn"] = step_of("", criterion, y).loss_fn
+    optimized = memrewrite.optimize(model, x, budget="60%", **options)
+
+    def of_loop(parameters: Any) -> Any:
+        return Both(*optimizers([*parameters]))
+
+    peak = loops.peak_of(loops.LOOPS[loop], optimized, of_loop, criterion, x, y)
+    assert peak == optimized.report.predicted_after.peak <= (optimized.report.budget or 0)
+    assert optimized.report.equivalent
+    assert memrewrite.verify(model, optimized, x, **options).equivalent
+
+
+def test_parameters_of_what_is_compiled_have_their_own_names() -> None:
+    model = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 8))
+    groups: list[dict[str, Any]] = [{"params": model[0].parameters()}, {"params": [model[2].weight]}]
+    optimizer = torch.optim.Adam(groups)
+    step = make_step(model, optimizer, None, None, None)
+    compiled: Any = nn.Sequential(*map(cast(Any, torch.compile), model))
+    assert make_step(compiled, optimizer, None, None, None).groups == step.groups
+    assert make_step(compiled, optimizer, None, None, None).left == step.left == {"2.bias"}
+    made = step.make_optimizer(compiled)
+    assert made is not None
+    assert [len(group["params"]) for group in made.param_groups] == [2, 1]
+    assert step.left_in(compiled) == [model[2].bias]
+
+
+@pytest.mark.parametrize("together", [True, False], ids=["one", "two"])
+def test_an_optimizer_of_what_the_loss_learns(together: bool) -> None:
+    model, x, y = (
+        nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 128)),
+        torch.randn(64, 64),
+        torch.arange(64),
+    )
+    centers = nn.Parameter(torch.randn(100, 128))
+
+    def criterion(output: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return nn.functional.cross_entropy(output @ centers.t(), y)
+
+    def optimizers(parameters: Any) -> list[torch.optim.Optimizer]:
+        if together:
+            return [torch.optim.AdamW([*parameters, centers])]
+        return [torch.optim.AdamW(parameters), torch.optim.SGD([centers], lr=0.1, momentum=0.9)]
+
+    options: dict[str, Any] = {
+        "optimizer": optimizers(model.parameters()),
+        "loss_fn": lambda output: criterion(output, y),
+    }
+    before, gradient = centers.detach().clone(), torch.ones_like(centers)
+    centers.grad = gradient
+    report = memrewrite.optimize(model, x, **options).report
+    assert memrewrite.measure(model, x, **options, steps=1).peak == report.predicted_after.peak
+    assert torch.equal(centers, before)
+    assert centers.grad is gradient
+    assert gradient.sum() == gradient.numel()
+    centers.grad = None
+    peak = loops.peak_of(loops.tutorial, model, lambda given: cast(Any, Both(*optimizers(given))), criterion, x, y)
+    assert peak == report.predicted_after.peak
+
+
+@pytest.mark.parametrize("loop", ["tutorial", "zero-before-backward"])
+def test_a_loss_that_names_the_weights_makes_no_gradients_besides(loop: str) -> None:
+    model, x, y, criterion = made("language model")
+
+    def regular(model: nn.Module) -> Any:
+        return 1e-3 * sum(parameter.square().sum() for parameter in model.parameters())
+
+    weight = model.get_parameter("head.weight")
+    weight.grad = given = torch.ones_like(weight)
+    options: dict[str, Any] = {"optimizer": torch.optim.AdamW, "loop": loop}
+    loss_fn = lambda output: criterion(output, y) + regular(model)  # noqa: E731
+    result = memrewrite.optimize(model, x, budget="60%", loss_fn=loss_fn, **options)
+    assert weight.grad is given
+    model.zero_grad()
+    assert result.report.equivalent
+    assert memrewrite.measure(result, x, loss_fn=loss_fn, steps=1, **options).peak == result.report.predicted_after.peak
+    for device in ("cpu", "cuda"):
+        assert memrewrite.estimate(model, x, loss_fn=loss_fn, device=device, **options).peak.bytes
+    assert weight.grad is None
 
 
 @pytest.mark.parametrize("name", ["unet", "language model"])

@@ -141,7 +141,13 @@ def fakes_of(tensors: Sequence[Tensor], like: Sequence[Tensor]) -> tuple[Tensor,
 
 @contextmanager
 def put_back(tensors: Sequence[Tensor]) -> Iterator[None]:
-    """Put back what real tensors hold: operators that are given no fake one, as a counter's ``add_``, write them."""
+    """Put back what real tensors hold: operators that are given no fake one, as a counter's ``add_``, write them.
+
+    Those that train have no gradient meanwhile.
+    """
+    gradients = [(tensor, tensor.grad) for tensor in tensors if tensor.is_leaf and tensor.requires_grad]
+    for tensor, _ in gradients:
+        tensor.grad = None
     written = (tensor for tensor in tensors if tensor.layout is torch.strided and not tensor.is_meta)
     copies = [(tensor, tensor.detach().clone()) for tensor in written]
     try:
@@ -150,6 +156,8 @@ def put_back(tensors: Sequence[Tensor]) -> Iterator[None]:
         for tensor, copy in copies:
             if not torch.equal(tensor, copy):
                 tensor.detach().copy_(copy)
+        for tensor, gradient in gradients:
+            tensor.grad = gradient
 
 
 def refuse_trained_beside(like: Sequence[Tensor], known: Sequence[Tensor]) -> None:

@@ -2,10 +2,11 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from itertools import chain
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from memrewrite.records.errors import DataDependentError, UsageError, first_line
 from memrewrite.records.mesh import Fsdp, Tp
@@ -52,18 +53,20 @@ def step_on_fakes(
         if any(map(is_sparse_or_nested, targets.all)):
             raise NoDataError("how much a sparse tensor holds")
         with (
-            put_back(targets.buffers),
+            put_back([*targets.buffers, *step.stepped_beside]),
             surroundings_put_back((), step.loss_fn),
             step.target.optimizer_kernels(),
             _sharding(step, module, device_type(module, inputs)) as shard,
             on_fakes(module, inputs, step.target, True, written, twins) as (twin, fakes),
             TrueResults(step.target),
             room_simulated(lambda wanted: None if allocator is None else allocator.make_room(wanted)),
+            _handed_on(step, module, twin) as own,
         ):
             given = [*fakes.tensors(), *twin.parameters()]
             shard(twin)
             held = (targets.of_batch, targets.fixed, targets.beside)
-            yield twin, fakes, Targets(*(fakes_of(tensors, given) for tensors in held))
+            of_batch, fixed, beside = (fakes_of(tensors, given) for tensors in held)
+            yield twin, fakes, Targets(of_batch, fixed, beside, own)
             refuse_trained_beside(given, [] if step.loss_fn is None else [*chain(*held_by(step.loss_fn))])
     except FAKE_TENSOR_ERRORS as error:
         reason = first_line(error)
@@ -71,6 +74,39 @@ def step_on_fakes(
             f"The step of {type(module).__name__} cannot be simulated, because its course depends on values "
             f"or on an operator without shape rules ({reason}); measure it instead."
         ) from error
+
+
+@contextmanager
+def _handed_on(step: Step, module: nn.Module, twin: nn.Module) -> Iterator[tuple[Tensor, ...]]:
+    """The parameters of a module that the loss function names itself; the gradients it gives them are the twin's.
+
+    But for parts of larger ones, to which autograd adds out of place, and where others wait already, to which it adds
+    both as one: these count besides.
+    """
+    loss = None if step.mesh is not None else step.loss_fn  # where gradients are put together
+    named = [] if loss is None else [id(tensor) for tensor in chain(*held_by(loss))]
+    fakes = dict(twin.named_parameters())
+    own = [(p, fakes[n], p.grad) for n, p in module.named_parameters() if p.requires_grad and id(p) in named]
+    parts = set[int]()
+
+    def look(gradient: Tensor, key: int) -> None:
+        parts.update([key] if gradient.untyped_storage().nbytes() != gradient.nbytes else [])
+
+    def hand_on(parameter: Tensor, fake: Tensor) -> None:
+        if fake.grad is None and id(parameter) not in parts:
+            fake.grad, parameter.grad = parameter.grad, None
+
+    handles = [p.register_hook(partial(look, key=id(p))) for p, *_ in own]
+    handles += [p.register_post_accumulate_grad_hook(partial(hand_on, fake=fake)) for p, fake, _ in own]
+    try:
+        for parameter, *_ in own:
+            parameter.grad = None
+        yield tuple(parameter for parameter, *_ in own)
+    finally:
+        for handle in handles:
+            handle.remove()
+        for parameter, _, gradient in own:
+            parameter.grad = gradient
 
 
 def _sharding(step: Step, module: nn.Module, device: str) -> AbstractContextManager[Callable[[nn.Module], None]]:

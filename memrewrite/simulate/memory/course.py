@@ -70,7 +70,7 @@ class Noted:
 def notable(step: Step, inputs: Inputs) -> bool:
     """Whether each pass of a loop does what the one before did, as far as the loop tells."""
     alone = type(step) is Step and step.mesh is None and not step.target.fuses and not step.in_backward
-    found_alike = step.micro_batches == 1 and step.loop.zero_grad != "in place"
+    found_alike = step.micro_batches == 1 and step.loop.zero_grad != "in place" and not step.left
     return alone and found_alike and step.mode == "train" and not any(t.requires_grad for t in inputs.tensors())
 
 

@@ -39,6 +39,7 @@ def register_apart(tracker: Tracker, tensors: Iterable[Tensor], category: str, a
 def register_given(tracker: Tracker, module: nn.Module, inputs: Inputs, targets: Targets, apart: bool) -> None:
     """Say of all that is there before the first step what it is; parameters may lie ``apart``, on the host."""
     register_apart(tracker, module.parameters(), PARAMETERS, apart)
+    tracker.moved_out(targets.own)
     tracker.register(targets.all, INPUTS)
     tracker.register(targets.beside, BUFFERS)
     tracker.register(tensors_of(module), BUFFERS)
