@@ -420,3 +420,34 @@ def test_a_model_that_indexes_with_the_numbers_of_a_tensor_is_rewritten_in_parts
     reason = r"Indexes makes an index of the numbers in a tensor, taken one by one \(at test_calls.py:\d+\)"
     assert re.search(reason, report.notes[0])
     assert report.notes[-1].startswith("The peak is that of real steps on the example, as tensors without data cannot")
+
+
+class Placed(nn.Module):
+    """Language model that takes images for some of its tokens, and counts these, as those of transformers do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.body = nn.Embedding(20, 16), mlps()
+
+    def forward(self, words: Tensor, images: Tensor) -> Tensor:
+        places, x = (words == 19).unsqueeze(-1), self.words(words)
+        if int(places.sum()) * 16 != images.numel():
+            raise ValueError("Images and their tokens do not match.")
+        result: Tensor = self.body(x.masked_scatter(places, images))
+        return result
+
+
+def test_sizes_vary_where_texts_must_not_be_cut() -> None:
+    torch.manual_seed(0)
+    model = Placed().train()
+
+    def given(texts: int, length: int) -> tuple[Tensor, Tensor]:
+        words = torch.randint(0, 19, (texts, length))
+        words[:, 1:9] = 19
+        return words, torch.randn(texts, 8, 16)
+
+    optimized = memrewrite.optimize(model, given(4, 12), budget="min", optimizer="none", cache=False, exact=True)
+    assert memrewrite.report_of(optimized).changed
+    for texts, length in ((4, 12), (2, 12), (4, 10), (3, 11)):  # with warnings as errors
+        example = given(texts, length)
+        assert torch.equal(optimized(*example), model(*example))
