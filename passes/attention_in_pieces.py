@@ -67,7 +67,7 @@ class AttentionInPieces:
         replaced: dict[fx.Node, fx.Node] = {}
         for found in accepted:
             found.erase_unread()
-            replaced |= put(graph_module.graph, found, found.call, replaced)
+            replaced |= put(graph_module.graph, found, found.call, replaced, found.copy)
         return findings.finish(graph_module)
 
     def _accepts(self, found: WrittenAttention, findings: Findings) -> bool:

@@ -6,20 +6,24 @@ Scores are of every two places of a text. Of some texts, heads or rows at a time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 from math import ceil
 from typing import Any
 
+import torch
 from torch import fx
 
 from memrewrite.observe.effects import Effects
-from memrewrite.passes.groups import Group, bytes_of, is_pointwise, is_trained, obstacle
+from memrewrite.passes.groups import Group, as_it_is, bytes_of, is_pointwise, is_trained, obstacle
 from memrewrite.passes.matching import erase
 from memrewrite.passes.spelling import by_name, operand, operation, tensor
 from memrewrite.records.graph_calls import PiecedCall
+from memrewrite.torch_internals.pytrees import tree_leaves
 
 DROPOUT = "It drops some of what it attends to at random."
 _PRODUCTS = {"matmul": 0, "bmm": 0, "baddbmm": 1}  # the place of what they multiply among their arguments
 _ROWS = -2  # the dimension of rows, which one matrix of a product has
+_VIEWS = ("view", "reshape", "flatten")
 _WORTH = 2  # times the bytes at the ends, inside
 _PIECES = 16  # at most: with more of them kernels have little to do
 _ENOUGH = 8  # of them, so that no other dimension is looked for
@@ -35,6 +39,12 @@ class WrittenAttention(Group):
     first: fx.Node
     softmax: fx.Node
     unread: frozenset[fx.Node]
+
+    @cached_property
+    def inputs(self) -> tuple[fx.Node, ...]:
+        """What they read that is not among them, but for the sizes of views."""
+        of_each = ([operand(node)] if _regroups(node) else node.all_input_nodes for node in self.members)
+        return tuple(given for given in dict.fromkeys(chain.from_iterable(of_each)) if given not in self.members)
 
     @cached_property
     def outputs(self) -> tuple[fx.Node, ...]:
@@ -66,6 +76,14 @@ class WrittenAttention(Group):
         """What computes its graph in ``pieces``."""
         return PiecedCall(graph, self._apart[self._dim], self._dim, self.pieces)
 
+    def copy(self, graph: fx.Graph, node: fx.Node, copies: dict[fx.Node, fx.Node]) -> fx.Node:
+        """The copy of a member; views name no size that varies, or that is another in a piece."""
+        if not _regroups(node):
+            return as_it_is(graph, node, copies)
+        one = graph.call_function(torch.ops.aten.flatten.using_ints, (copies[operand(node)], 0, _ROWS - 1))
+        _, *sizes = node.meta["val"].shape[:_ROWS]
+        return graph.call_function(torch.ops.aten.unflatten.int, (one, 0, [-1, *map(int, sizes)])) if sizes else one
+
     @property
     def pieces(self) -> int:
         """So many that a piece makes on the way what lies at the ends, if there may be."""
@@ -95,7 +113,8 @@ class WrittenAttention(Group):
     def _apart(self) -> dict[int, tuple[int, ...]]:
         """Which inputs have the places that the scores have in a dimension, by the dimensions that can be divided."""
         rank = self.softmax.meta["val"].dim()
-        found = {dim: self._apart_in(dim) for dim in range(-rank, _ROWS + 1) if self._count(dim) > 1}
+        dims = [_ROWS] if any(map(_regroups, self.members)) else range(-rank, _ROWS + 1)
+        found = {dim: self._apart_in(dim) for dim in dims if self._count(dim) > 1}
         return {dim: apart for dim, apart in found.items() if apart is not None}
 
     def _apart_in(self, dim: int) -> tuple[int, ...] | None:
@@ -147,8 +166,12 @@ def _around(softmax: fx.Node, effects: Effects, unread: set[fx.Node]) -> Written
         elif node not in members and _is_inside(node, softmax, effects):
             members.add(node)
             waiting += node.users
-    if len(products) != 1 or len(last) != 1 or any(node > min(last) for node in members):
+    if len(products) != 1 or len(last) != 1:
         return None
+    leading = {*last}
+    for node in sorted(members, reverse=True):
+        leading |= {node} if not leading.isdisjoint(node.users) else set()
+    members &= leading
     of_members, waiting = set[fx.Node](), [user for node in members for user in node.users if user in unread]
     while waiting:
         of_members.add(node := waiting.pop())
@@ -177,13 +200,24 @@ def _is_inside(node: fx.Node, softmax: fx.Node, effects: Effects) -> bool:
     if node.op not in ("call_function", "call_method") or not _alike(node, softmax):
         return False
     facts, drops = effects.of[node], operation(node) == "dropout"
-    ours = is_pointwise(node) or drops or operation(node) == "type_as"
+    ours = is_pointwise(node) or drops or operation(node) == "type_as" or _regroups(node)
     return ours and not (facts.writes or facts.opaque or (facts.random and not drops))
 
 
 def _alike(node: fx.Node, softmax: fx.Node) -> bool:
-    value = tensor(node)
-    return value is not None and value.shape == softmax.meta["val"].shape
+    """Whether it has as many of the same matrices."""
+    value, scores = tensor(node), softmax.meta["val"]
+    return value is not None and value.numel() == scores.numel() and value.shape[_ROWS:] == scores.shape[_ROWS:]
+
+
+def _regroups(node: fx.Node) -> bool:
+    """Whether it sees the same matrices in other dimensions, whose sizes but the first one are written in the model."""
+    value, given = tensor(node), tensor(operand(node)) if operation(node) in _VIEWS else None
+    if value is None or given is None or given.dim() < 3 or value.dim() < 3 or node.kwargs:
+        return False
+    sizes = tree_leaves(node.args[1:])[1 : value.dim() + _ROWS]
+    fixed = all(isinstance(size, int) and size > 0 for size in sizes) and operation(node) != "flatten"
+    return value.shape[_ROWS:] == given.shape[_ROWS:] and (fixed or value.dim() == 3)
 
 
 def _unread(effects: Effects) -> set[fx.Node]:

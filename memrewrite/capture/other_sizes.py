@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 
+import torch
 from torch import Tensor, nn
 
 from memrewrite.capture.derived import LARGEST
@@ -17,7 +18,8 @@ def other_sizes(
 ) -> Inputs:
     """The inputs with other sizes where they may vary: the batch, all sizes of tokens, those that have ranges.
 
-    ``other`` gives one for a size and its dimension; with ``alone`` the ranges vary and nothing else.
+    ``other`` gives one for a size and its dimension; with ``alone`` the ranges vary and nothing else. Numbers that lead
+    up to the batch, as the places do where packed texts end, lead up to the other one, and are one more.
     """
     batch = batch_size(inputs)
     leaves, places = tree_leaves((inputs.args, inputs.kwargs)), positions(model, inputs) if ranges else {}
@@ -26,10 +28,29 @@ def other_sizes(
     def changed(leaf: Tensor) -> Tensor:
         dims = {dim for owner, dim in named if owner == id(leaf)}
         if not alone:
+            if batch and leads_to(batch, leaf):
+                ends = leaf.clamp(max=other(batch, 0))
+                return torch.cat([ends, ends[-1:]])
             dims |= {*range(leaf.dim())} if per_token(leaf) else {0} if leaf.dim() and leaf.shape[0] == batch else set()
         return brought_to(leaf, {dim: other(leaf.shape[dim], dim) for dim in dims})
 
     return inputs.changed(changed)
+
+
+def leads_to(size: int, leaf: Tensor) -> bool:
+    """Whether a row of whole numbers ends with a size that is not its own."""
+    whole = not (leaf.is_floating_point() or leaf.is_complex() or leaf.dtype == torch.bool or leaf.is_meta)
+    return whole and leaf.dim() == 1 and leaf.shape[0] not in (0, size) and bool(leaf[-1] == size)
+
+
+def batch_alone(size: int, dim: int) -> int:
+    """About half a size of the batch, and all other sizes as they are."""
+    return size if dim else alike(size, dim)
+
+
+def longer_by_one(length: int, size: int, dim: int) -> int:
+    """The length of texts with one token more, and all other sizes as they are."""
+    return size + 1 if dim and size == length else size
 
 
 def alike(size: int, dim: int) -> int:

@@ -14,6 +14,7 @@ from torch.export import Dim
 from memrewrite.capture.assumptions import Assumptions
 from memrewrite.capture.captured import IN_CONDITIONS, Captured, InputSpec, NumberSpec, TensorSpec
 from memrewrite.capture.normal import batch_size, bind
+from memrewrite.capture.other_sizes import leads_to
 from memrewrite.records.errors import FixedSizeError
 from memrewrite.records.ranges import Range
 from memrewrite.torch_internals.pytrees import tree_flatten, tree_leaves, tree_map
@@ -92,7 +93,7 @@ def _differing(inputs: Inputs, elsewhere: Inputs) -> dict[int, dict[int, Any]]:
 
 
 def _has_batch(leaf: Any, batch: int) -> bool:
-    return isinstance(leaf, Tensor) and leaf.dim() > 0 and leaf.shape[0] == batch
+    return isinstance(leaf, Tensor) and leaf.dim() > 0 and (leaf.shape[0] == batch or leads_to(batch, leaf))
 
 
 def ranged(

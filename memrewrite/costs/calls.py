@@ -2,8 +2,9 @@
 
 import operator
 import types
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -27,20 +28,22 @@ _FIXED = ("torch", "_operator")  # the packages whose functions are the same in 
 class Argument:
     """A tensor argument: which one (the same tensor given twice is one), its signature, whether it has a gradient.
 
-    Of one that is spread over a mesh, the signature is that of its part here, and ``spread`` says how.
+    Of one that is spread over a mesh, the signature is that of its part here, and ``spread`` says how. It is ``known``
+    where its values may decide what a call does.
     """
 
     number: int
     like: Any
     trained: bool
     spread: Spread | None = None
+    known: Tensor | None = field(default=None, compare=False, repr=False)
 
     def make(self, written: bool) -> Tensor:
         """A real tensor like it, of numbers between 0 and 1: with equal ones a product takes less power and time.
 
         In a call that has ``written`` arguments it is no leaf, as autograd lets no one write those.
         """
-        tensor: Tensor = made(self.like)
+        tensor: Tensor = made(self.like) if self.known is None else self.known.clone()
         if tensor.is_floating_point():
             whole = tensor.as_strided((tensor.untyped_storage().nbytes() // tensor.itemsize,), (1,))
             whole.uniform_()
@@ -96,8 +99,16 @@ class Call:
         return run, list(numbered.values())
 
 
-def call_of(node: fx.Node, facts: NodeEffects, amp: torch.dtype | None, module: nn.Module | None = None) -> Call | None:
+def call_of(
+    node: fx.Node,
+    facts: NodeEffects,
+    amp: torch.dtype | None,
+    module: nn.Module | None = None,
+    known: Mapping[fx.Node, Tensor] = MappingProxyType({}),
+) -> Call | None:
     """The call a node is, by the fake values in ``meta["val"]``; of ``module``, where that is what it calls.
+
+    What nodes give is ``known`` of some.
 
     None where it takes no tensor (it may switch a mode, or makes one from nothing) or gives and writes none (it may
     assert what does not hold for other values), where it takes anything but tensors and plain values, and for picking
@@ -113,8 +124,9 @@ def call_of(node: fx.Node, facts: NodeEffects, amp: torch.dtype | None, module: 
         if not isinstance(leaf, Tensor) or leaf.layout is not torch.strided:
             return leaf
         number, spread = numbers.setdefault(id(leaf), len(numbers)), Spread.like(leaf)
-        return Argument(number, like(local_part(leaf)), leaf.requires_grad, spread)
+        return Argument(number, like(local_part(leaf)), leaf.requires_grad, spread, values.get(id(leaf)))
 
+    values = {id(each.meta["val"]): value for each, value in known.items()}
     given = fx.node.map_arg((node.args, node.kwargs), lambda argument: argument.meta["val"])
     args, kwargs = tree_map(described, given)
     plain = all(isinstance(leaf, (Argument, _Body, *_PLAIN)) for leaf in tree_leaves((args, kwargs)))

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from memrewrite.capture.kept_calls import drawing_others, other_values
-from memrewrite.capture.other_sizes import apart, other_sizes
+from memrewrite.capture.other_sizes import apart, batch_alone, longer_by_one, other_sizes
 from memrewrite.records.lines import in_checkpoint
 from memrewrite.records.mesh import Fsdp
 from memrewrite.records.tensor_like import TensorLike
@@ -26,6 +26,7 @@ from memrewrite.torch_internals.custom_functions import custom_functions
 from memrewrite.torch_internals.fake_tensors import FAKE_TENSOR_ERRORS, in_place_of_modes
 from memrewrite.torch_internals.pytrees import tensors_in, tree_flatten, tree_leaves, tree_map, tree_unflatten
 from memrewrite.torch_internals.spread import is_sparse_or_nested
+from memrewrite.workload.ranges import per_token
 from memrewrite.workload.step import Inputs, Step
 
 _UNSEEN = "it is called with a sparse or a nested tensor"
@@ -86,10 +87,20 @@ def record(model: nn.Module, inputs: Inputs, step: Step) -> dict[nn.Module, list
     found = with_or_without(lambda grad: _really(model, inputs, step, grad))
     if step.mesh is not None:
         return found
-    for others in (partial(inputs.changed, other_values), partial(other_sizes, model, inputs, (), apart)):
+
+    def seen(others: Callable[[], Inputs]) -> bool:
         with suppress(Exception), drawing_others(model, inputs):  # whatever forward says of these: then nothing varies
             further = with_or_without(partial(_really, model, others(), step))
             found.update({module: _paired(calls, further[module]) for module, calls in found.items()})
+            return True
+        return False
+
+    seen(partial(inputs.changed, other_values))
+    sizes = partial(other_sizes, model, inputs, ())
+    if not seen(partial(sizes, apart)):  # texts must not be cut, as where some of their tokens stand for images
+        length = next((leaf.shape[1] for leaf in inputs.tensors() if per_token(leaf)), 0)
+        seen(partial(sizes, batch_alone))
+        seen(partial(sizes, partial(longer_by_one, length)))
     return found
 
 

@@ -7,7 +7,7 @@ checkpoint of its own.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
@@ -15,26 +15,22 @@ from functools import partial
 from types import MappingProxyType
 from typing import Any
 
-import torch
 from torch import nn
 
-from memrewrite.capture import Captured, KeptCalls, TensorSpec, capture
+from memrewrite.capture import Captured, KeptCalls, TensorSpec
 from memrewrite.capture.normal import bind, example_of, is_below
 from memrewrite.capture.origin import origin, set_origin
 from memrewrite.capture.shared import note_read_elsewhere
 from memrewrite.capture.varying import length_left
-from memrewrite.codegen.writer import generate
-from memrewrite.observe.any_gradient import observe_trained
-from memrewrite.observe.effects import observe
 from memrewrite.process.garbage import sought_seldom
 from memrewrite.records.errors import CaptureError, FixedSizeError, UnfitCallError
 from memrewrite.records.mesh import Fsdp
 from memrewrite.records.ranges import Range
-from memrewrite.rewriting.invariants import writes_what_is_kept
-from memrewrite.runtime.dropin import build, program_from
 from memrewrite.search.calls import Call, record
+from memrewrite.search.captured import captured_for
 from memrewrite.search.forward_runs import watched
 from memrewrite.search.kept import (
+    Refusal,
     beside,
     fused,
     hooked,
@@ -45,14 +41,9 @@ from memrewrite.search.kept import (
     other_calls,
     told,
 )
-from memrewrite.search.repeats import names_of_operators, note_what_repeats
-from memrewrite.simulate.fake.copier import tensors_of
-from memrewrite.simulate.fake.fakes import on_fakes
-from memrewrite.state.random_state import preserved_rng
-from memrewrite.torch_internals.fake_tensors import FAKE_TENSOR_ERRORS
-from memrewrite.torch_internals.pytrees import tensors_in, tree_leaves
+from memrewrite.torch_internals.pytrees import tree_leaves
 from memrewrite.workload.gathered import as_gathered, cast_inputs, without_casts
-from memrewrite.workload.step import Inputs, Step, autocast, device_type
+from memrewrite.workload.step import Inputs, Step
 
 
 @dataclass(frozen=True)
@@ -131,6 +122,7 @@ def _found(
         if around := hooked_around(model, found):
             with suppress(CaptureError):
                 return _whole(model, inputs, step, {**odd, **around}, ranges)
+        regions = _larger(model, calls, step, regions, refused)
         with suppress(CaptureError):
             if ranges or regions.found:
                 between = _between(model, inputs, step, odd, regions, ranges)
@@ -206,7 +198,7 @@ def _whole(model: nn.Module, inputs: Inputs, step: Step, odd: Mapping[str, str],
     try:
         kept: Mapping[str, KeptCalls] = watched(model, inputs, step, [*odd], ranges) if odd else {}
         odd = {path: why for path, why in odd.items() if kept[path].calls}
-        captured = _captured(model, inputs, step, kept, ranges)
+        captured = captured_for(model, inputs, step, kept, ranges)
     except (FixedSizeError, UnfitCallError) as refusal:
         calls = other_calls(model, refusal, odd)
         if not ranges or calls.keys() == odd.keys():
@@ -256,20 +248,45 @@ def _named(model: nn.Module, inputs: Inputs, step: Step, names: Sequence[str]) -
 
 def _largest(model: nn.Module, calls: dict[nn.Module, list[Call]], step: Step, refusal: str) -> Regions:
     found: list[Region] = []
-    left, alone, failed = {"": refusal}, {}, {}
+    left, failed = {"": refusal}, {}
     for path, module in _candidates(model, lambda path: any(is_below(path, region.path) for region in found)):
         if not calls[module]:
             continue
         if reason := _unfit(calls[module]):
             if not any(path.startswith(f"{above}.") and left[above] == reason for above in left):
-                left[path] = alone[path] = reason
+                left[path] = reason
             continue
         try:
             found.append(_region(path, module, calls[module][0], step))
         except CaptureError as error:
             left[path] = failed[path] = str(error)
-    notes = [f"Rewritten by regions, because: {refusal}"]
-    notes += [f"{those} {verb} left alone: {reason}." for those, verb, reason in _alike(alone.items())]
+    return _of_parts(found, left, failed, calls)
+
+
+def _larger(
+    model: nn.Module, calls: dict[nn.Module, list[Call]], step: Step, parts: Regions, refused: Refusal
+) -> Regions:
+    """The regions with what failed only for submodules inside of it, the largest first, in which those stay calls."""
+    found, left, failed = [*parts.found], {**parts.left}, {**parts.failed}
+    for path, module in ((path, model.get_submodule(path)) for path in parts.failed):
+        below = {other: why for other, why in failed.items() if is_below(other, path)}
+        inside = innermost(model, below, [region.path for region in found], refused)
+        if not inside or any(is_below(path, other) for other in (*inside, *(region.path for region in found))):
+            continue
+        with suppress(CaptureError):
+            odd = {name.removeprefix(f"{path}."): why for name, why in inside.items()}
+            region = _region(path, module, calls[module][0], step, odd=odd)
+            found = [each for each in found if not is_below(each.path, path)] + [region]
+            left, failed = ({p: why for p, why in of.items() if not is_below(p, path)} for of in (left, failed))
+    return _of_parts(found, left, failed, calls) if failed != parts.failed else parts
+
+
+def _of_parts(
+    found: Sequence[Region], left: dict[str, str], failed: dict[str, str], calls: dict[nn.Module, list[Call]]
+) -> Regions:
+    alone = [(path, why) for path, why in left.items() if path and path not in failed]
+    notes = [f"Rewritten by regions, because: {left['']}"]
+    notes += [f"{those} {verb} left alone: {reason}." for those, verb, reason in _alike(alone)]
     notes += [f"{those} {verb} not captured whole: {reason}" for those, verb, reason in _alike(failed.items())]
     return Regions(_ordered(found, calls), (*notes, *_told(found)), left, failed)
 
@@ -305,71 +322,6 @@ def _ordered(found: Sequence[Region], calls: dict[nn.Module, list[Call]]) -> tup
     return tuple(replace(region, prefix=f"part_{i}_") for i, region in enumerate(ordered))
 
 
-def _captured(
-    module: nn.Module,
-    inputs: Inputs,
-    step: Step,
-    kept: Mapping[str, KeptCalls] = MappingProxyType({}),
-    ranges: Sequence[Range] = (),
-    elsewhere: Inputs | None = None,
-    once: Collection[str] = (),
-) -> Captured:
-    """Capture a module on ``inputs``, whose calls to ``once`` are made once.
-
-    Raises ``CaptureError`` also for a graph that cannot stand for it in the step.
-    """
-    captured = capture(module, inputs, amp=step.amp, kept=kept, ranges=ranges, elsewhere=elsewhere)
-    captured = replace(captured, differentiable=step.mode == "train")
-    note_what_repeats(captured.graph_module, example_of(captured, module, inputs), step, once)
-    if note := names_of_operators(captured.graph_module):
-        captured = replace(captured, notes=(*captured.notes, note))
-    source, constants = generate(captured)
-    if step.mode == "train" and captured.checkpoints:
-        _refuse_writes_of_kept(Region("", module, captured, lambda: inputs), step)
-    if step.amp is not None:
-        program = build(module, program_from(source), constants)
-        try:
-            theirs, ours = (_types(each, inputs, step, captured.gradients) for each in (module, program))
-        except FAKE_TENSOR_ERRORS:  # in a submodule that stays a call: then the numbers alone are verified
-            theirs = ours = ""
-        if theirs != ours:
-            raise CaptureError(
-                f"{type(module).__name__} asks for the type of a tensor and returns {theirs} under autocast, where a "
-                f"captured graph returns {ours}; name the type in forward, or optimize without amp."
-            )
-    return captured
-
-
-def _refuse_writes_of_kept(region: Region, step: Step) -> None:
-    """The model's own checkpoints lose what autograd would keep; whoever calls the result may ask for any gradient."""
-    module, graph_module, example = region.module, region.captured.graph_module, region.example
-    effects = observe(graph_module, example, step.amp, target=step.target)
-    found = writes_what_is_kept(effects)
-    for amp in dict.fromkeys((step.amp, None)):  # a copy that autocast keeps survives writes to what it is made of
-        with suppress(CaptureError):
-            trained = observe_trained(module, graph_module, example, effects, amp, target=step.target)
-            found = found or writes_what_is_kept(trained)
-    if found:
-        raise CaptureError(
-            f"{type(module).__name__} writes in place what autograd would keep without the model's own checkpoint."
-        )
-
-
-def _types(module: nn.Module, inputs: Inputs, step: Step, gradients: Sequence[bool] | None) -> str:
-    """The types of the tensors that a module returns under autocast, found on fake ones.
-
-    Gradients are on where it asks whether they are, as they were at capture (``gradients_now``).
-    """
-    with (
-        preserved_rng([*tensors_of(module), *inputs.tensors()]),
-        on_fakes(module, inputs, step.target) as (twin, fakes),
-        torch.set_grad_enabled(gradients is not None and gradients[0]),
-        autocast(step.amp, device_type(module, inputs)),
-    ):
-        output = fakes.run(twin.forward)
-    return ", ".join(str(leaf.dtype) for leaf in tensors_in(output))
-
-
 def _inside(units: Sequence[str], path: str) -> dict[str, str]:
     """The outermost units inside of another one, whose hooks gather what they have, by their paths from there."""
     found: dict[str, str] = {}
@@ -381,14 +333,22 @@ def _inside(units: Sequence[str], path: str) -> dict[str, str]:
 
 
 def _region(
-    path: str, module: nn.Module, call: Call, step: Step, units: Mapping[str, str] = MappingProxyType({})
+    path: str,
+    module: nn.Module,
+    call: Call,
+    step: Step,
+    units: Mapping[str, str] = MappingProxyType({}),
+    odd: Mapping[str, str] = MappingProxyType({}),
 ) -> Region:
-    """Capture a submodule on inputs like those it is called with; ``units`` inside stay calls that run once."""
+    """Capture a submodule on inputs like those it is called with.
+
+    What is ``odd`` inside stays calls, and so do ``units``, which run once.
+    """
     grad = step.mode == "train"
     inputs = call.inputs(grad)
-    calls = beside(hooked_around(module, ()), units) if isinstance(step.mesh, Fsdp) else {}
+    calls = beside(hooked_around(module, ()), units) if isinstance(step.mesh, Fsdp) else odd
     kept = watched(module, inputs, step, [*calls], ()) if calls else {}
-    captured = _captured(module, inputs, step, kept, elsewhere=call.elsewhere, once=units)
+    captured = captured_for(module, inputs, step, kept, elsewhere=call.elsewhere, once=units)
     if not step.divides_layers:
         captured = replace(captured, notes=(*told(module, calls), *captured.notes))
     for node in captured.graph_module.graph.nodes:

@@ -1,6 +1,6 @@
 """Which calls that nobody looks into give the same twice: tried on real tensors, as only those may run again."""
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,19 +49,28 @@ def note_what_repeats(graph_module: fx.GraphModule, example: list[Any], step: St
         return
     effects = observe(graph_module, example, step.amp, target=step.target)
     with surroundings_put_back((graph_module,)):  # what runs is the user's code
-        known: dict[str, _Runs] = {}
+        told: dict[str, _Runs] = {}
         for node in functions:
             call = call_of(node, effects.of[node], step.amp)
             text = "" if call is None else call.text
-            if text not in known:
-                known[text] = _Runs(False) if call is None else _twice(call)
-            note_runs(node, known[text].repeat, known[text].draw)
+            if text not in told:
+                told[text] = _Runs(False) if call is None else _twice(call)
+            note_runs(node, told[text].repeat, told[text].draw)
+        known = dict(_whole_numbers(graph_module, example))
         for node in submodules:
             module = graph_module.get_submodule(str(node.target))
-            submodule = call_of(node, effects.of[node], step.amp, module)
+            submodule = call_of(node, effects.of[node], step.amp, module, known)
             if submodule is not None and _leaves_no_trace(module, submodule):
                 note_runs(node, repeats=True, draws=effects.of[node].random or not _is_layer(module))
                 note_kept(node, _kept_by(module, submodule))
+
+
+def _whole_numbers(graph_module: fx.GraphModule, example: list[Any]) -> Iterator[tuple[fx.Node, Tensor]]:
+    """The inputs that may be lengths or places, and what they are in the example."""
+    placeholders = graph_module.graph.find_nodes(op="placeholder")
+    for node, value in zip(placeholders, example, strict=True):
+        if isinstance(value, Tensor) and not (value.is_floating_point() or value.is_complex()):
+            yield node, value
 
 
 def names_of_operators(graph_module: fx.GraphModule) -> str:

@@ -313,7 +313,7 @@ class Checkpointed(Made):
 @pytest.mark.filterwarnings("ignore::memrewrite.LazyOutputWarning")
 @pytest.mark.parametrize(("kind", "front_end"), [(Checkpointed, "export"), (Made, "dynamo")])
 def test_however_a_model_is_captured(kind: type[Made], front_end: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("memrewrite.search.regions.capture", partial(capture, front_end=front_end))
+    monkeypatch.setattr("memrewrite.search.captured.capture", partial(capture, front_end=front_end))
     model = kind(HEADS["tied"])
     result = memrewrite.optimize(model, tokens(), example_kwargs={"labels": tokens()}, returns="lazy")
     found, expected = (each(tokens(), labels=tokens())["logits"] for each in (result, model))

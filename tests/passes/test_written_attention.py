@@ -67,6 +67,19 @@ def flat(m: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return torch.bmm(scores.softmax(-1), third).view(q.shape)
 
 
+def regrouped(m: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    first, second, third = (each.flatten(0, 1) for each in (q, k, v))
+    scores = torch.bmm(first, second.mT).reshape(len(q), HEADS, LENGTH, LENGTH) + m.bias
+    return torch.bmm(scores.softmax(-1).flatten(0, 1), third).view(q.shape)
+
+
+def viewed(m: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    first, second, third = (each.flatten(0, 1) for each in (q, k, v))
+    scores = torch.bmm(first, second.mT).view(len(q), HEADS, LENGTH, LENGTH)
+    weights = scores.masked_fill(m.mask == 0, float("-inf")).softmax(-1)
+    return torch.bmm(weights.view(-1, LENGTH, LENGTH), third).view(q.shape)
+
+
 def unread(m: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     weights = (q @ k.mT).softmax(-1)
     weights.mean(1)  # as nn.MultiheadAttention makes for whoever does not want it
@@ -91,6 +104,8 @@ SPELLINGS: dict[str, tuple[Function, int]] = {
     "masked": (masked, HEADS),
     "biased": (biased, HEADS),
     "flat": (flat, HEADS),
+    "regrouped": (regrouped, HEADS),
+    "viewed": (viewed, HEADS),
     "unread": (unread, HEADS),
 }
 EXPORTED: dict[str, tuple[Function, int]] = {"letters": (by_letters, HEADS), "heads last": (heads_last, HEADS)}
@@ -141,6 +156,10 @@ def test_stays(function: Function, reason: str) -> None:
 
 
 OTHERS: dict[str, Function] = {
+    "of heads that vary": lambda m, q, k, v: (
+        ((q.flatten(0, 1) @ k.flatten(0, 1).mT).view(HEADS, len(q), *m.bias.shape[1:]).softmax(-1).flatten(0, 1))
+        @ v.flatten(0, 1)
+    ).view(q.shape),
     "of no rows": lambda m, q, k, v: (q @ k.mT).softmax(-2) @ v,
     "of two products": lambda m, q, k, v: (q @ k.mT + k @ q.mT).softmax(-1) @ v,
     "of no product": lambda m, q, k, v: m.bias.softmax(-1) @ v,

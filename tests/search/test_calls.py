@@ -444,7 +444,7 @@ class Seen(nn.Module):
         return self.body(x, mask[:, None].expand(2, 3, 8)[:, 0], torch.arange(8).expand(2, 8))
 
 
-class Placed(Body):
+class WithPlaces(Body):
     def forward(self, x: Tensor, mask: Tensor, places: Tensor) -> Tensor:  # type: ignore[override]
         return super().forward(x + places.sum(), mask)
 
@@ -459,7 +459,7 @@ def in_mesh() -> Step:
 
 
 def test_calls_in_a_mesh_are_seen_on_fake_tensors(rows: Inputs) -> None:
-    model = Seen(Placed())
+    model = Seen(WithPlaces())
     del KINDS[:]
     really = record(model, rows, Step())
     assert {*KINDS} == {Tensor}
@@ -475,8 +475,39 @@ def test_calls_in_a_mesh_are_seen_on_fake_tensors(rows: Inputs) -> None:
 
 
 def test_calls_in_a_mesh_are_seen_for_real_where_values_decide(rows: Inputs) -> None:
-    model = Seen(Placed(), 1e6)
+    model = Seen(WithPlaces(), 1e6)
     del KINDS[:]
     found = record(model, rows, in_mesh())
     assert KINDS[-1] is Tensor
     assert [call.number for call in found[model.body]] == [1]
+
+
+class Placed(nn.Module):
+    """Language model that takes images for some of its tokens, and counts these, as those of transformers do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.body = nn.Embedding(20, 16), mlps()
+
+    def forward(self, words: Tensor, images: Tensor) -> Tensor:
+        places, x = (words == 19).unsqueeze(-1), self.words(words)
+        if int(places.sum()) * 16 != images.numel():
+            raise ValueError("Images and their tokens do not match.")
+        result: Tensor = self.body(x.masked_scatter(places, images))
+        return result
+
+
+def test_sizes_vary_where_texts_must_not_be_cut() -> None:
+    torch.manual_seed(0)
+    model = Placed().train()
+
+    def given(texts: int, length: int) -> tuple[Tensor, Tensor]:
+        words = torch.randint(0, 19, (texts, length))
+        words[:, 1:9] = 19
+        return words, torch.randn(texts, 8, 16)
+
+    optimized = memrewrite.optimize(model, given(4, 12), budget="min", optimizer="none", cache=False, exact=True)
+    assert memrewrite.report_of(optimized).changed
+    for texts, length in ((4, 12), (2, 12), (4, 10), (3, 11)):  # with warnings as errors
+        example = given(texts, length)
+        assert torch.equal(optimized(*example), model(*example))
