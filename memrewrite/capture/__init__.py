@@ -11,7 +11,7 @@ from dataclasses import replace
 from types import MappingProxyType
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from memrewrite.capture import dynamo, exported, hazards, identity
 from memrewrite.capture.at_sight import refuse_unseen, refuse_weight_hooks
@@ -26,7 +26,7 @@ from memrewrite.capture.returned import note_sizes
 from memrewrite.capture.shared import tied
 from memrewrite.records.errors import CaptureError, UnfitCallError, first_line
 from memrewrite.records.ranges import Range
-from memrewrite.runtime.matching import gradients_now
+from memrewrite.runtime.matching import gradients_now, layouts_now
 from memrewrite.state.attributes import preserved
 from memrewrite.state.function_caches import fakes_forgotten
 from memrewrite.torch_internals.fake_tensors import real_rules_on_fake_tensors
@@ -85,11 +85,23 @@ def capture(
         _refuse_settled(found, kept, traced)
     refuse_unseen(found.graph_module.graph, type(model).__name__)
     note_sizes(found.graph_module.graph)
+    return _with_parameters(found, model, leaf_tensors(model, inputs))
+
+
+def _with_parameters(found: Captured, model: nn.Module, tensors: Sequence[Tensor]) -> Captured:
+    """What is said of all parameters, which stand-ins do not have; ``tensors`` are the inputs."""
     divided = next((name for name, parameter in model.named_parameters() if is_divided(parameter)), "")
     names = tied(model, found.graph_module.graph, found.reads)
     looks = (*found.looks, *looks_at_tied(names))
-    # of all parameters, which stand-ins do not have
-    return replace(found, dtype=first_dtype(model), divided=divided, tied=names, looks=looks)
+    return replace(
+        found,
+        dtype=first_dtype(model),
+        divided=divided,
+        tied=names,
+        looks=looks,
+        gradients=None if found.gradients is None else gradients_now(model, tensors),
+        layouts=None if found.layouts is None else layouts_now(model, tensors),
+    )
 
 
 def _refuse_settled(
@@ -187,5 +199,6 @@ def _with(
         autocast=findings.autocast,
         reads=findings.reads,
         looks=findings.looks,
-        gradients=gradients_now(model, leaf_tensors(model, inputs)) if findings.gradients else None,
+        gradients=() if findings.gradients else None,
+        layouts=() if findings.layouts else None,
     )

@@ -93,12 +93,13 @@ class Captured:
     calls ``torch.utils.checkpoint``, which the graph does not. ``autocast`` is "any", or where the model does something
     else with autocast than without, what it was captured under: the type, None for without. ``reads`` are the
     attributes of modules that forward reads, ``looks`` the same as expressions. ``gradients`` are None, or where the
-    model does something else when other tensors need gradients, those of ``gradients_now`` at capture. ``returns`` is
-    "loss" where the program returns that alone, "lazy" where it makes outputs when they are read: ``lazy`` says how by
-    their numbers, of the value that is in their place. With ``loss_in_rows`` the loss is made of such outputs, by
-    cross-entropy some rows of them at a time, and in the place of each is a tuple of its value and weights. ``divided``
-    is the name of a parameter of which this process has a part alone, "" if it has all. ``tied`` are names, several to
-    a tensor of the model, of those that the graph reads by one of them.
+    model does something else when other tensors need gradients, those of ``gradients_now`` at capture; ``layouts``
+    likewise are those of ``layouts_now`` where it asks how tensors lie in memory. ``returns`` is "loss" where the
+    program returns that alone, "lazy" where it makes outputs when they are read: ``lazy`` says how by their numbers, of
+    the value that is in their place. With ``loss_in_rows`` the loss is made of such outputs, by cross-entropy some rows
+    of them at a time, and in the place of each is a tuple of its value and weights. ``divided`` is the name of a
+    parameter of which this process has a part alone, "" if it has all. ``tied`` are names, several to a tensor of the
+    model, of those that the graph reads by one of them.
     """
 
     graph_module: fx.GraphModule
@@ -116,6 +117,7 @@ class Captured:
     reads: Reads = ()
     looks: tuple[str, ...] = ()
     gradients: tuple[bool, ...] | None = None
+    layouts: tuple[tuple[int, ...], ...] | None = None
     returns: Returns = "all"
     lazy: Mapping[int, LazyCall] = field(default_factory=dict)
     loss_in_rows: bool = False

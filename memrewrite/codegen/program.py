@@ -22,6 +22,7 @@ def program(captured: Captured, prefix: str, marks: Marks) -> str:
     ranges = f"\n    ranges={captured.inputs.bounds!r}," if captured.inputs.ranges else ""
     promise = f"\n    budget={marks.budget},\n    strict={marks.strict}," if marks.budget else ""
     gradients = f"\n    gradients={captured.gradients!r}," if captured.gradients else ""
+    layouts = f"\n    layouts={captured.layouts!r}," if captured.layouts is not None else ""
     returns = f"\n    returns={captured.returns!r}," if captured.returns != "all" else ""
     divided = f"\n    divided={captured.divided!r}," if captured.divided else ""
     tied = f"\n    tied={captured.tied!r}," if captured.tied else ""
@@ -46,7 +47,7 @@ def program(captured: Captured, prefix: str, marks: Marks) -> str:
     ),
     same=lambda self, then: ({same}
     ),
-    run={prefix}graph,{fits}{planned}{ranges}{promise}{shared}{gradients}{returns}{divided}{tied}
+    run={prefix}graph,{fits}{planned}{ranges}{promise}{shared}{gradients}{layouts}{returns}{divided}{tied}
 )
 """
 

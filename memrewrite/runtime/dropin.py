@@ -49,10 +49,11 @@ class Program:
     ``planned`` are the named sizes it was planned for, under a ``budget`` in bytes if one was given, ``strict`` where
     no other call may run. ``shared`` are the pairs of leaves that have to be one tensor.
     ``ranges`` are those asked for of named sizes: what that size is, in words, and from where to where it varies.
-    ``gradients`` are those of ``gradients_now`` that a call must have, None where that does not matter. ``returns`` is
-    "loss" where ``run`` gives None in the place of everything else, "lazy" where it gives outputs that are made when
-    they are read. ``divided`` is the name of a parameter of which this process has to have a part alone, "" for none;
-    ``tied`` are names that have to be those of one tensor. ``source`` is the text all this came from.
+    ``gradients`` are those of ``gradients_now`` that a call must have, ``layouts`` those of ``layouts_now``, None where
+    that does not matter. ``returns`` is "loss" where ``run`` gives None in the place of everything else, "lazy" where
+    it gives outputs that are made when they are read. ``divided`` is the name of a parameter of which this process has
+    to have a part alone, "" for none; ``tied`` are names that have to be those of one tensor. ``source`` is the text
+    all this came from.
     """
 
     names: tuple[str, ...]
@@ -73,6 +74,7 @@ class Program:
     shared: tuple[tuple[int, int], ...] = ()
     ranges: Mapping[str, tuple[str, int, int]] = field(default_factory=dict)
     gradients: tuple[bool, ...] | None = None
+    layouts: tuple[tuple[int, ...], ...] | None = None
     returns: Returns = "all"
     divided: str = ""
     tied: tuple[tuple[str, ...], ...] = ()

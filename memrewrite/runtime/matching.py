@@ -19,6 +19,25 @@ def gradients_now(module: nn.Module, tensors: Iterable[Tensor]) -> tuple[bool, .
     return (torch.is_grad_enabled(), *(t.requires_grad for t in itertools.chain(tensors, module.parameters())))
 
 
+def layouts_now(module: nn.Module, tensors: Iterable[Tensor]) -> tuple[tuple[int, ...], ...]:
+    """How each input, parameter and buffer lies in memory: its dimensions from the outermost, or with gaps its strides.
+
+    Those of other kinds (sparse ones, say) lie in no order.
+    """
+    every = itertools.chain(tensors, module.parameters(), module.buffers())
+    return tuple(_layout(tensor) if tensor.layout is torch.strided else () for tensor in every)
+
+
+def _layout(tensor: Tensor) -> tuple[int, ...]:
+    strides, step = tensor.stride(), 1
+    order = sorted(range(tensor.dim()), key=lambda dim: -strides[dim])
+    for dim in reversed(order):
+        if tensor.shape[dim] != 1 and strides[dim] != step:
+            return strides
+        step *= tensor.shape[dim]
+    return tuple(order)
+
+
 def values_of(module: nn.Module, program: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...] | None:
     """What a call of a drop-in gives the parameters that its program names, in order; None where it fills others.
 
@@ -84,19 +103,27 @@ def match(program: Any, module: nn.Module, leaves: list[Any]) -> tuple[list[Tens
     if not program.fits(**sizes):
         shapes = ", ".join(dict.fromkeys([*map(sizes_of, tensors), *numbers]))
         return None, f"for inputs of {shapes} forward takes another path than at capture"
+    reason = _otherwise(program, module, tensors)
+    return (None, reason) if reason else (tensors, "")
+
+
+def _otherwise(program: Any, module: nn.Module, tensors: list[Tensor]) -> str:
+    """What a program depends on, besides sizes, that is otherwise in a call with these tensors; "" for nothing."""
     weight = next(module.parameters(), None)
     of_units: Guards | None = getattr(type(module), OWN).guards  # where the first one may not be gathered by now
     if weight is not None and weight.dtype != program.dtype and not (of_units and of_units.gathered):
-        return None, f"the parameters are {weight.dtype}, captured as {program.dtype}"
+        return f"the parameters are {weight.dtype}, captured as {program.dtype}"
     if program.divided and not divided(getattr(type(module), OWN).owners, program.divided):
-        return None, f"{program.divided} is whole, and was planned for after parallelize_module"
+        return f"{program.divided} is whole, and was planned for after parallelize_module"
     if program.autocast != "any":
         now = autocast_dtype(next((t.device.type for t in (weight, *tensors) if t is not None), "cpu"))
         if now != program.autocast:
-            return None, f"it depends on autocast, which casts to {now} now and to {program.autocast} at capture"
+            return f"it depends on autocast, which casts to {now} now and to {program.autocast} at capture"
     if program.gradients is not None and program.gradients != gradients_now(module, tensors):
-        return None, "it asks whether tensors need gradients, and others do now than at capture"
-    return tensors, ""
+        return "it asks whether tensors need gradients, and others do now than at capture"
+    if program.layouts is not None and program.layouts != layouts_now(module, tensors):
+        return "it asks how tensors lie in memory, and inputs or weights lie otherwise than at capture"
+    return ""
 
 
 def _cast_anyway(leaf: Tensor, dtype: torch.dtype) -> bool:
