@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from memrewrite.capture import dynamo, exported, hazards, identity
+from memrewrite.capture.assigned import not_read
 from memrewrite.capture.at_sight import refuse_unseen, refuse_weight_hooks
 from memrewrite.capture.autocasts import told_of_regions
 from memrewrite.capture.captured import Captured, InputSpec, TensorSpec
@@ -201,4 +202,5 @@ def _with(
         looks=findings.looks,
         gradients=() if findings.gradients else None,
         layouts=() if findings.layouts else None,
+        assigned=not_read(type(model).__name__, captured, findings.reads),
     )

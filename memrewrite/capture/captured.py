@@ -17,6 +17,10 @@ IN_CONDITIONS = frozenset({"max", "min", "math", "float"})
 """The names in conditions that are none of sizes."""
 
 
+Assigned = tuple[str, str, str]
+"""The path of a module, the name of an attribute, and an expression over named sizes and numbers that it is set to."""
+
+
 @dataclass(frozen=True)
 class TensorSpec:
     """What a tensor input must be. ``shape`` holds ints for fixed sizes and names for sizes that may vary (``"s0"``).
@@ -99,7 +103,7 @@ class Captured:
     the value that is in their place. With ``loss_in_rows`` the loss is made of such outputs, by cross-entropy some rows
     of them at a time, and in the place of each is a tuple of its value and weights. ``divided`` is the name of a
     parameter of which this process has a part alone, "" if it has all. ``tied`` are names, several to a tensor of the
-    model, of those that the graph reads by one of them.
+    model, of those that the graph reads by one of them. ``assigned`` is what forward sets attributes to.
     """
 
     graph_module: fx.GraphModule
@@ -123,6 +127,7 @@ class Captured:
     loss_in_rows: bool = False
     divided: str = ""
     tied: tuple[tuple[str, ...], ...] = ()
+    assigned: tuple[Assigned, ...] = ()
 
     def restored(self, leaves: Sequence[Any]) -> Any:
         """What the model returns, of what the graph does; outputs that only others than the loss read are not made."""

@@ -19,6 +19,7 @@ from torch.export import ExportedProgram
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
+from memrewrite.capture.assigned import Assignments
 from memrewrite.capture.assumptions import Assumptions
 from memrewrite.capture.captured import Captured
 from memrewrite.capture.compiled_calls import told_of_scripted
@@ -89,8 +90,8 @@ def _attempt(
     varying: Shapes,
     numbers: Collection[int] = (),
 ) -> Captured:
-    settling, noted = _Settling(), Assumptions()
-    with _named_keywords(model, inputs), scripts_in_python() as scripted:
+    settling, noted, assignments = _Settling(), Assumptions(), Assignments(model)
+    with assignments.noted(), _named_keywords(model, inputs), scripts_in_python() as scripted:
         leaves, tree = tree_flatten((inputs.args, inputs.kwargs))
         args, kwargs = tree_unflatten(range(len(leaves)), tree)
         shapes = varying(inspect.signature(model.forward).bind(*args, **kwargs).arguments, numbers)
@@ -101,8 +102,8 @@ def _attempt(
             if numbers:
                 stack.enter_context(fractions_vary(i in numbers for i, n in enumerate(leaves) if type(n) is float))
             program, exported = _export(model, inputs, shapes, functions)
-    found = _normal(model, inputs, program, exported)
-    found = replace(found, exact=not scripted, notes=told_of_scripted(scripted))
+    found = assignments.added_to(_normal(model, inputs, program, exported))
+    found = replace(found, exact=not scripted, notes=(*found.notes, *told_of_scripted(scripted)))
     return ranged(found, model, inputs, ranges, settling.lines, noted)
 
 

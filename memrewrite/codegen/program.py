@@ -27,6 +27,8 @@ def program(captured: Captured, prefix: str, marks: Marks) -> str:
     divided = f"\n    divided={captured.divided!r}," if captured.divided else ""
     tied = f"\n    tied={captured.tied!r}," if captured.tied else ""
     shared = f"\n    shared={captured.inputs.shared!r}," if captured.inputs.shared else ""
+    values = "".join(f"({owner!r}, {name!r}, {text}), " for owner, name, text in captured.assigned)
+    sets = f"\n    sets=lambda {', '.join(sizes)}: ({values})," if values else ""
     constants = "\n".join(trees.lines())
     reads = "".join(f"\n        {row!r}," for row in captured.reads)
     look = "".join(f"\n        {each}," for each in captured.looks)
@@ -47,7 +49,7 @@ def program(captured: Captured, prefix: str, marks: Marks) -> str:
     ),
     same=lambda self, then: ({same}
     ),
-    run={prefix}graph,{fits}{planned}{ranges}{promise}{shared}{gradients}{layouts}{returns}{divided}{tied}
+    run={prefix}graph,{fits}{planned}{ranges}{promise}{shared}{gradients}{layouts}{sets}{returns}{divided}{tied}
 )
 """
 

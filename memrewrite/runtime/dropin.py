@@ -19,7 +19,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_structure, tree_unf
 
 from memrewrite.runtime.differences import Owners, exported, owners_of, parted, surrounded
 from memrewrite.runtime.guards import Guards, Noted, Reads
-from memrewrite.runtime.matching import match, numbers_of, specs_of_tensors, values_of
+from memrewrite.runtime.matching import match, numbers_of, sizes_in, values_of
 from memrewrite.runtime.operations import AROUND_NODES, IN_GRAPHS
 from memrewrite.runtime.parameters import Parameters
 from memrewrite.runtime.plain_values import as_bytes
@@ -52,8 +52,9 @@ class Program:
     ``gradients`` are those of ``gradients_now`` that a call must have, ``layouts`` those of ``layouts_now``, None where
     that does not matter. ``returns`` is "loss" where ``run`` gives None in the place of everything else, "lazy" where
     it gives outputs that are made when they are read. ``divided`` is the name of a parameter of which this process has
-    to have a part alone, "" for none; ``tied`` are names that have to be those of one tensor. ``source`` is the text
-    all this came from.
+    to have a part alone, "" for none; ``tied`` are names that have to be those of one tensor. ``sets``
+    gives for named sizes and numbers what attributes are set to: the path of a module, a name, a value. ``source`` is
+    the text all this came from.
     """
 
     names: tuple[str, ...]
@@ -78,6 +79,7 @@ class Program:
     returns: Returns = "all"
     divided: str = ""
     tied: tuple[tuple[str, ...], ...] = ()
+    sets: Callable[..., tuple[tuple[str, str, Any], ...]] | None = None
     source: str = ""
 
 
@@ -140,10 +142,7 @@ class Own:
         if torch.is_grad_enabled():
             self.promise.check_frozen(7, call)
         if program.planned and (torch.is_grad_enabled() or not program.differentiable):
-            shapes = (spec[2] for spec in specs_of_tensors(program.leaves))
-            named = (zip(shape, tensor.shape, strict=True) for tensor, shape in zip(tensors, shapes, strict=True))
-            sizes = {name: size for pairs in named for name, size in pairs if isinstance(name, str)}
-            self.promise.check(sizes, 6, call)
+            self.promise.check(sizes_in(program, tensors), 6, call)
 
     def end(self, reference: object) -> None:
         """Let go of everything: classes stay until Python looks for cycles, and would keep the parameters so long."""
@@ -276,7 +275,12 @@ def _subclass(base: type[nn.Module], program: Program, replaced: Forward | None)
             kept.follow(tensors)
             if kept.promise.budget is not None and not torch.compiler.is_compiling():
                 kept.check_call(program, tensors, (self, args, kwargs))
-            return program.run(self, *tensors, *(n for _, n in numbers_of(self, program, args, kwargs)))
+            numbers = numbers_of(self, program, args, kwargs)
+            result = program.run(self, *tensors, *(number for _, number in numbers))
+            if program.sets is not None:
+                for path, name, value in program.sets(**{**sizes_in(program, tensors), **dict(numbers)}):
+                    setattr(self.get_submodule(path), name, value)
+            return result
         reason = reason if tensors is None else "it was captured in eval mode, for calls under torch.no_grad()"
         if reason:
             call = None if torch.compiler.is_compiling() or _changed(self) else (self, args, kwargs)

@@ -52,6 +52,13 @@ def specs_of_tensors(leaves: Iterable[tuple[Any, ...]]) -> Iterator[tuple[Any, .
     return (spec for spec in leaves if spec[0] not in ("constant", "number"))
 
 
+def sizes_in(program: Any, tensors: Iterable[Tensor]) -> dict[str, int]:
+    """The named sizes of a call with these tensors."""
+    shapes = (spec[2] for spec in specs_of_tensors(program.leaves))
+    named = (zip(shape, tensor.shape, strict=True) for tensor, shape in zip(tensors, shapes, strict=True))
+    return {name: size for pairs in named for name, size in pairs if isinstance(name, str)}
+
+
 def numbers_of(
     module: nn.Module, program: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> list[tuple[str, float]]:
