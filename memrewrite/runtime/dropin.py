@@ -15,9 +15,10 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.fx import GraphModule
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_structure, tree_unflatten, treespec_loads
 
-from memrewrite.runtime.differences import Owners, exported, owners_of, parted, surrounded
+from memrewrite.runtime.differences import Owners, alike, exported, owners_of, parted, surrounded
 from memrewrite.runtime.guards import Guards, Noted, Reads
 from memrewrite.runtime.matching import match, numbers_of, sizes_in, values_of
 from memrewrite.runtime.operations import AROUND_NODES, IN_GRAPHS
@@ -286,14 +287,14 @@ def _subclass(base: type[nn.Module], program: Program, replaced: Forward | None)
             call = None if torch.compiler.is_compiling() or _changed(self) else (self, args, kwargs)
             promise = kept.promise if torch.compiler.is_compiling() or own(self) is kept else kept.others
             promise.fall_back(f"ran its original forward: {reason}.", 5, call)
-        return (replaced or base.forward)(self, *args, **kwargs)
+        return (kept.replaced or base.forward)(self, *args, **kwargs)
 
     def reduce(self: nn.Module, protocol: Any = None) -> Any:
         guards = kept.guards if kept.of() is self else None
         broken = kept.broken or (_NOT_OURS if guards is None else guards.lost_in_copies())
         then = None if guards is None or broken else guards.noted
         carried = broken, then, kept.constants, kept.report, kept.shown, kept.promise.told
-        return _load, (base, program.source, replaced), (self.__getstate__(), *carried)
+        return _load, (base, program.source, kept.replaced), (self.__getstate__(), *carried)
 
     def restore(self: Any, state: Any) -> None:
         attributes, kept.broken, then, constants, *carried = state
@@ -302,13 +303,45 @@ def _subclass(base: type[nn.Module], program: Program, replaced: Forward | None)
         kept.carry(*carried)
 
     forward.__signature__ = inspect.signature(replaced or base.forward)  # type: ignore[attr-defined]
-    members = {"forward": forward, "__reduce_ex__": reduce, "__setstate__": restore, "_memrewrite": program, OWN: kept}
+    graphs = of_graphs(kept, base, reduce) if issubclass(base, GraphModule) else {}
+    members = {
+        **graphs,
+        "forward": forward,
+        "__reduce_ex__": reduce,
+        "__setstate__": restore,
+        "_memrewrite": program,
+        OWN: kept,
+    }
     names = {"__module__": base.__module__, "__qualname__": base.__qualname__}
     kept.kind = type(base.__name__, (base,), {**members, **names})
     return kept.kind
 
 
 _NOT_OURS = "this object was not made by memrewrite.optimize but by a method of its class"
+
+
+def of_graphs(kept: Own, base: type[nn.Module], reduce: Callable[[Any], Any]) -> dict[str, Any]:
+    """How drop-ins of an ``fx.GraphModule`` are compiled again and copied: both would make it one of ``base`` alone."""
+    kept.replaced = captured = kept.replaced or base.forward
+
+    def recompile(self: nn.Module) -> Any:
+        kind = type(self)
+        made: Any = type(base.__name__, (base,), {"__module__": base.__module__})
+        self.__class__ = made
+        try:
+            return made.recompile(self)
+        finally:
+            self.__class__ = kind
+            kept.replaced = made.forward
+            kept.broken = "" if alike(made.forward, captured) else "its graph was changed"
+
+    def copied(self: nn.Module, memo: dict[int, Any]) -> nn.Module:
+        load, given, state = reduce(self)
+        memo[id(self)] = result = load(*given)
+        result.__setstate__(copy.deepcopy(state, memo))
+        return result
+
+    return {"recompile": recompile, "__deepcopy__": copied}
 
 
 def accept(
@@ -327,7 +360,7 @@ def accept(
         return None, f"it was captured for a call with {', '.join(program.names)}"
     leaves, tree = tree_flatten(values)
     if tree != program.tree:
-        return None, "the inputs are nested differently than at capture"
+        return None, "the inputs are nested differently than at capture, or keys of a dictionary come in another order"
     return match(program, module, leaves)
 
 
