@@ -27,7 +27,7 @@ from memrewrite.capture.returned import note_sizes
 from memrewrite.capture.shared import tied
 from memrewrite.records.errors import CaptureError, UnfitCallError, first_line
 from memrewrite.records.ranges import Range
-from memrewrite.runtime.matching import gradients_now, layouts_now
+from memrewrite.runtime.matching import gradients_now, layouts_now, one_tensor
 from memrewrite.state.attributes import preserved
 from memrewrite.state.function_caches import fakes_forgotten
 from memrewrite.torch_internals.fake_tensors import real_rules_on_fake_tensors
@@ -67,7 +67,7 @@ def capture(
     """
     _, order = bind(model, inputs)
     leaves = tree_leaves((inputs.args, inputs.kwargs))
-    pairs = identity.shared([leaves[i] for i in order])
+    pairs = one_tensor([leaves[i] for i in order])
     refuse_weight_hooks(model, type(model).__name__)  # its own hooks are off while it is looked at
 
     def traced(kept: Mapping[str, KeptCalls]) -> Captured:
@@ -128,15 +128,16 @@ def _captured(
     with_calls: bool,
 ) -> Captured:
     findings = hazards.check(model, inputs)
-    if not pairs or not identity.asked(model, inputs, findings.operators):
-        inputs, pairs = identity.apart(inputs, model), ()
+    shared: tuple[tuple[int, int], ...] | None = pairs
+    if not findings.identity and not (pairs and identity.asked(model, inputs, findings.operators)):
+        inputs, shared = identity.apart(inputs, model), None
     if findings.asks and front_end != "dynamo" and not findings.export_loses:
         # Not told that it is traced, it does what it always does; nothing else is as good, but it may not work.
         with suppress(Exception), tracing_untold(), forward_alone(model):
             found = exported.capture(model, inputs, findings.functions, ranges, elsewhere)
-            return _with(findings, pairs, model, inputs, found)
+            return _with(findings, shared, model, inputs, found)
     names = [front_end] if front_end else ["export"] if ranges or with_calls else [*FRONT_ENDS]
-    return _by_front_ends(names, model, inputs, findings, pairs, ranges, elsewhere)
+    return _by_front_ends(names, model, inputs, findings, shared, ranges, elsewhere)
 
 
 def _by_front_ends(
@@ -144,7 +145,7 @@ def _by_front_ends(
     model: nn.Module,
     inputs: Inputs,
     findings: hazards.Findings,
-    pairs: tuple[tuple[int, int], ...],
+    shared: tuple[tuple[int, int], ...] | None,
     ranges: Sequence[Range],
     elsewhere: Inputs | None,
 ) -> Captured:
@@ -166,7 +167,7 @@ def _by_front_ends(
             said.append(f"{name}: {type(error).__name__}: {first_line(error)}")
         else:
             told = (_TOLD.format(findings.asks),) if findings.asks else ()
-            return _with(findings, pairs, model, inputs, captured, *told)
+            return _with(findings, shared, model, inputs, captured, *told)
     if returned := re.search(_RETURNED, " ".join(said)):
         raise unspelled(returned[1])
     if findings.derives:
@@ -183,7 +184,7 @@ def _by_front_ends(
 
 def _with(
     findings: hazards.Findings,
-    shared: tuple[tuple[int, int], ...],
+    shared: tuple[tuple[int, int], ...] | None,
     model: nn.Module,
     inputs: Inputs,
     captured: Captured,

@@ -53,8 +53,9 @@ class InputSpec:
     (each is one placeholder of the graph, in this order), a NumberSpec (a placeholder after those) or the constant that
     was captured.
     ``conditions`` are Python expressions over the named sizes (``"(s0 % 2) == 0"``): what the path through forward
-    that was captured takes for granted. ``example`` has those sizes as they were. ``shared`` are pairs of leaves that
-    have to be one tensor, where forward asks for that. ``ranges`` are those of named sizes that were asked for.
+    that was captured takes for granted. ``example`` has those sizes as they were. ``shared`` are the pairs of leaves
+    that have to be one tensor, where forward asks for that, else None. ``ranges`` are those of named sizes that were
+    asked for.
     """
 
     parameters: tuple[str, ...]
@@ -62,7 +63,7 @@ class InputSpec:
     leaves: tuple[Any, ...]
     conditions: tuple[str, ...] = ()
     example: tuple[tuple[str, int], ...] = ()
-    shared: tuple[tuple[int, int], ...] = ()
+    shared: tuple[tuple[int, int], ...] | None = None
     ranges: tuple[tuple[str, Range], ...] = ()
 
     @property

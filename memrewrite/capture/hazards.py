@@ -17,7 +17,7 @@ from memrewrite.capture.at_sight import refuse_hooks, refuse_names, refuse_unnam
 from memrewrite.capture.autocasts import autocast_asked, autocast_regions
 from memrewrite.capture.changes import COUNTED, always_matters, refuse_changes, refuse_left
 from memrewrite.capture.gradients import all_or_none, gradients_asked, with_or_without
-from memrewrite.capture.identity import OperatorsSeen
+from memrewrite.capture.identity import OperatorsSeen, together
 from memrewrite.capture.reads import ReadsOfForward
 from memrewrite.capture.seen import Watch
 from memrewrite.records.errors import CaptureError
@@ -50,7 +50,7 @@ class Findings:
     for values of its inputs, as it may go another way by those it sees; ``checkpoints`` says that it checkpoints,
     ``functions`` are the custom ``autograd.Function`` classes that it applies, ``autocast``, ``reads`` and ``looks``
     are those of ``Captured``; ``gradients`` says whether forward does something else where other tensors need them,
-    ``layouts`` whether it asks how tensors lie in memory.
+    ``layouts`` whether it asks how tensors lie in memory, ``identity`` whether it asks if inputs are one tensor.
     ``operators`` are the names of those that forward runs on these inputs, ``derives`` is where it differentiates.
     """
 
@@ -65,6 +65,7 @@ class Findings:
     looks: tuple[str, ...] = ()
     gradients: bool = False
     layouts: bool = False
+    identity: bool = False
     operators: Sequence[str] = ()
     derives: str = ""
 
@@ -96,6 +97,7 @@ def check(model: nn.Module, inputs: Inputs) -> Findings:
             refuse_changes(name, rehearsal.between)
             refuse_left(name, rehearsal.around)
         counted = next(rehearsal.around.counted(), None)
+        identity = rehearsal.differs_where_inputs_are_one(first)
         asks = bool(about_gradients) or first.asks_of_gradients
         gradients = model.training and asks and rehearsal.differs_where_gradients_are_switched(first)
     notes = () if counted is None else (COUNTED.format(name=name, place=counted),)
@@ -111,6 +113,7 @@ def check(model: nn.Module, inputs: Inputs) -> Findings:
         looks=first.reads.looks,
         gradients=gradients,
         layouts=first.asks_of_layouts,
+        identity=identity,
         operators=first.operators,
         derives=first.derives,
     )
@@ -204,6 +207,15 @@ class _Rehearsal:
         if differs:
             before.restore()
         return differs
+
+    def differs_where_inputs_are_one(self, first: Watch) -> bool:
+        """Whether forward runs other operators where all inputs that can be one tensor are."""
+        given = together(self.given)
+        try:
+            found = first.operators if given is None else self.run(inputs=given).operators
+            return found != first.operators and found != self.run().operators  # without what the first sets up
+        except CaptureError:  # it does not run then
+            return True
 
     def differs_where_gradients_are_switched(self, first: Watch) -> bool:
         """Whether forward calls other functions where everything needs a gradient, or nothing."""

@@ -26,7 +26,7 @@ def program(captured: Captured, prefix: str, marks: Marks) -> str:
     returns = f"\n    returns={captured.returns!r}," if captured.returns != "all" else ""
     divided = f"\n    divided={captured.divided!r}," if captured.divided else ""
     tied = f"\n    tied={captured.tied!r}," if captured.tied else ""
-    shared = f"\n    shared={captured.inputs.shared!r}," if captured.inputs.shared else ""
+    shared = f"\n    shared={captured.inputs.shared!r}," if captured.inputs.shared is not None else ""
     values = "".join(f"({owner!r}, {name!r}, {text}), " for owner, name, text in captured.assigned)
     sets = f"\n    sets=lambda {', '.join(sizes)}: ({values})," if values else ""
     constants = "\n".join(trees.lines())

@@ -48,7 +48,8 @@ class Program:
     gives what code that is traced compares of them, and ``same`` says whether that is still so: step by step, as what
     has changed may lack what comes after. ``run`` computes ``forward`` from the module and the tensor leaves;
     ``planned`` are the named sizes it was planned for, under a ``budget`` in bytes if one was given, ``strict`` where
-    no other call may run. ``shared`` are the pairs of leaves that have to be one tensor.
+    no other call may run. ``shared`` are the pairs of leaves that have to be one tensor, and no
+    others, None where that does not matter.
     ``ranges`` are those asked for of named sizes: what that size is, in words, and from where to where it varies.
     ``gradients`` are those of ``gradients_now`` that a call must have, ``layouts`` those of ``layouts_now``, None where
     that does not matter. ``returns`` is "loss" where ``run`` gives None in the place of everything else, "lazy" where
@@ -73,7 +74,7 @@ class Program:
     planned: Mapping[str, int] = field(default_factory=dict)
     budget: int | None = None
     strict: bool = False
-    shared: tuple[tuple[int, int], ...] = ()
+    shared: tuple[tuple[int, int], ...] | None = None
     ranges: Mapping[str, tuple[str, int, int]] = field(default_factory=dict)
     gradients: tuple[bool, ...] | None = None
     layouts: tuple[tuple[int, ...], ...] | None = None
@@ -276,12 +277,7 @@ def _subclass(base: type[nn.Module], program: Program, replaced: Forward | None)
             kept.follow(tensors)
             if kept.promise.budget is not None and not torch.compiler.is_compiling():
                 kept.check_call(program, tensors, (self, args, kwargs))
-            numbers = numbers_of(self, program, args, kwargs)
-            result = program.run(self, *tensors, *(number for _, number in numbers))
-            if program.sets is not None:
-                for path, name, value in program.sets(**{**sizes_in(program, tensors), **dict(numbers)}):
-                    setattr(self.get_submodule(path), name, value)
-            return result
+            return _run(program, self, tensors, numbers_of(self, program, args, kwargs))
         reason = reason if tensors is None else "it was captured in eval mode, for calls under torch.no_grad()"
         if reason:
             call = None if torch.compiler.is_compiling() or _changed(self) else (self, args, kwargs)
@@ -304,20 +300,22 @@ def _subclass(base: type[nn.Module], program: Program, replaced: Forward | None)
 
     forward.__signature__ = inspect.signature(replaced or base.forward)  # type: ignore[attr-defined]
     graphs = of_graphs(kept, base, reduce) if issubclass(base, GraphModule) else {}
-    members = {
-        **graphs,
-        "forward": forward,
-        "__reduce_ex__": reduce,
-        "__setstate__": restore,
-        "_memrewrite": program,
-        OWN: kept,
-    }
+    members = {"forward": forward, "__reduce_ex__": reduce, "__setstate__": restore, "_memrewrite": program, OWN: kept}
     names = {"__module__": base.__module__, "__qualname__": base.__qualname__}
-    kept.kind = type(base.__name__, (base,), {**members, **names})
+    kept.kind = type(base.__name__, (base,), {**graphs, **members, **names})
     return kept.kind
 
 
 _NOT_OURS = "this object was not made by memrewrite.optimize but by a method of its class"
+
+
+def _run(program: Program, module: nn.Module, tensors: list[Tensor], numbers: list[tuple[str, float]]) -> Any:
+    """What the program gives, once it has set what forward sets."""
+    result = program.run(module, *tensors, *(number for _, number in numbers))
+    if program.sets is not None:
+        for path, name, value in program.sets(**{**sizes_in(program, tensors), **dict(numbers)}):
+            setattr(module.get_submodule(path), name, value)
+    return result
 
 
 def of_graphs(kept: Own, base: type[nn.Module], reduce: Callable[[Any], Any]) -> dict[str, Any]:

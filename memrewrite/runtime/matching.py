@@ -38,6 +38,12 @@ def _layout(tensor: Tensor) -> tuple[int, ...]:
     return tuple(order)
 
 
+def one_tensor(leaves: list[Any]) -> tuple[tuple[int, int], ...]:
+    """The positions of tensors that are one object: that of each further one, after that of the first."""
+    firsts = [next(k for k, other in enumerate(leaves) if other is leaf) for leaf in leaves]
+    return tuple((k, i) for i, k in enumerate(firsts) if k != i and isinstance(leaves[i], Tensor))
+
+
 def values_of(module: nn.Module, program: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...] | None:
     """What a call of a drop-in gives the parameters that its program names, in order; None where it fills others.
 
@@ -105,8 +111,8 @@ def match(program: Any, module: nn.Module, leaves: list[Any]) -> tuple[list[Tens
             elif size != expected:
                 return None, f"an input is {described(leaf)}, captured as {tuple(shape)}"
         tensors.append(leaf)
-    if any(leaves[i] is not leaves[k] for i, k in program.shared):
-        return None, "inputs are tensors of their own that were one tensor at capture, for which forward asks"
+    if program.shared is not None and program.shared != one_tensor(leaves):
+        return None, "it asks whether inputs are one tensor, and others are than at capture"
     if not program.fits(**sizes):
         shapes = ", ".join(dict.fromkeys([*map(sizes_of, tensors), *numbers]))
         return None, f"for inputs of {shapes} forward takes another path than at capture"
