@@ -78,6 +78,7 @@ def capture(
             real_rules_on_fake_tensors(),
             fakes_forgotten(model),
             autocast(amp, device_type(model, inputs)),
+            torch.set_grad_enabled(model.training),
         ):
             return _captured(model, inputs, front_end, pairs, ranges, elsewhere, bool(kept))
 
@@ -86,7 +87,8 @@ def capture(
         _refuse_settled(found, kept, traced)
     refuse_unseen(found.graph_module.graph, type(model).__name__)
     note_sizes(found.graph_module.graph)
-    return _with_parameters(found, model, leaf_tensors(model, inputs))
+    with torch.set_grad_enabled(model.training):
+        return _with_parameters(found, model, leaf_tensors(model, inputs))
 
 
 def _with_parameters(found: Captured, model: nn.Module, tensors: Sequence[Tensor]) -> Captured:

@@ -99,7 +99,7 @@ def check(model: nn.Module, inputs: Inputs) -> Findings:
         counted = next(rehearsal.around.counted(), None)
         identity = rehearsal.differs_where_inputs_are_one(first)
         asks = bool(about_gradients) or first.asks_of_gradients
-        gradients = model.training and asks and rehearsal.differs_where_gradients_are_switched(first)
+        gradients = asks and rehearsal.differs_where_gradients_are_switched(first)
     notes = () if counted is None else (COUNTED.format(name=name, place=counted),)
     return Findings(
         notes=(*_notes(name, rehearsal, first, checkpoints), *notes),
