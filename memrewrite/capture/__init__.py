@@ -205,5 +205,6 @@ def _with(
         looks=findings.looks,
         gradients=() if findings.gradients else None,
         layouts=() if findings.layouts else None,
+        types=findings.types,
         assigned=not_read(type(model).__name__, captured, findings.reads),
     )

@@ -104,7 +104,8 @@ class Captured:
     the value that is in their place. With ``loss_in_rows`` the loss is made of such outputs, by cross-entropy some rows
     of them at a time, and in the place of each is a tuple of its value and weights. ``divided`` is the name of a
     parameter of which this process has a part alone, "" if it has all. ``tied`` are names, several to a tensor of the
-    model, of those that the graph reads by one of them. ``assigned`` is what forward sets attributes to.
+    model, of those that the graph reads by one of them. ``assigned`` is what forward sets attributes to,
+    ``types`` says that it asks for the types of tensors.
     """
 
     graph_module: fx.GraphModule
@@ -129,6 +130,7 @@ class Captured:
     divided: str = ""
     tied: tuple[tuple[str, ...], ...] = ()
     assigned: tuple[Assigned, ...] = ()
+    types: bool = False
 
     def restored(self, leaves: Sequence[Any]) -> Any:
         """What the model returns, of what the graph does; outputs that only others than the loss read are not made."""

@@ -50,7 +50,8 @@ class Findings:
     for values of its inputs, as it may go another way by those it sees; ``checkpoints`` says that it checkpoints,
     ``functions`` are the custom ``autograd.Function`` classes that it applies, ``autocast``, ``reads`` and ``looks``
     are those of ``Captured``; ``gradients`` says whether forward does something else where other tensors need them,
-    ``layouts`` whether it asks how tensors lie in memory, ``identity`` whether it asks if inputs are one tensor.
+    ``layouts`` whether it asks how tensors lie in memory, ``identity`` whether it asks if inputs are one tensor,
+    ``types`` whether it asks for types of what is no parameter.
     ``operators`` are the names of those that forward runs on these inputs, ``derives`` is where it differentiates.
     """
 
@@ -66,6 +67,7 @@ class Findings:
     gradients: bool = False
     layouts: bool = False
     identity: bool = False
+    types: bool = False
     operators: Sequence[str] = ()
     derives: str = ""
 
@@ -114,6 +116,7 @@ def check(model: nn.Module, inputs: Inputs) -> Findings:
         gradients=gradients,
         layouts=first.asks_of_layouts,
         identity=identity,
+        types=first.asks_of_types,
         operators=first.operators,
         derives=first.derives,
     )

@@ -5,7 +5,7 @@ import sys
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from memrewrite.capture.autocasts import autocast_now
@@ -19,6 +19,7 @@ _TENSOR_HOOKS = ("register_hook", "register_post_accumulate_grad_hook")
 _GRADIENTS = (torch.autograd.grad, torch.autograd.backward, Tensor.backward)
 _CASTS = (Tensor.to, Tensor.type_as, Tensor.cpu, Tensor.cuda)  # to a type that is told, or that a tensor has
 _LAYOUTS = (Tensor.is_contiguous, Tensor.stride, Tensor.dim_order)
+_TYPES = (Tensor.dtype.__get__, Tensor.type, Tensor.is_floating_point)  # type: ignore[attr-defined]
 _SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
 _LET_TRAIN = (Tensor.requires_grad_, Tensor.requires_grad.__set__)  # type: ignore[attr-defined]
 _FunctionCall = tuple[Any, list[str], str]  # the function, its plain arguments and how many tensors, the place
@@ -30,8 +31,8 @@ class Watch(TorchFunctionMode):
     ``places`` holds where something on the list of what is refused happened, a write to one of ``buffers`` (by id)
     under a checkpoint among it; ``nested`` says where modes are in force that export loses, "" if nowhere; ``regions``
     is that of ``autocast_regions``. ``output`` is what forward returned, ``reads`` what it read, ``asks_of_gradients``
-    whether it asked a tensor whether it needs one, ``asks_of_layouts`` how one lies in memory, ``derives`` where it
-    took some that can be differentiated again.
+    whether it asked a tensor whether it needs one, ``asks_of_layouts`` how one lies in memory, ``asks_of_types``
+    which type one has that is no parameter, ``derives`` where it took some that can be differentiated again.
     """
 
     def __init__(self, buffers: set[int], regions: list[bool]) -> None:
@@ -42,7 +43,7 @@ class Watch(TorchFunctionMode):
         self.output: Any = None
         self.reads: Any = None
         self.operators: list[str] = []
-        self.asks_of_gradients = self.asks_of_layouts = False
+        self.asks_of_gradients = self.asks_of_layouts = self.asks_of_types = False
         self._calls: list[_FunctionCall] = []
         self._computing: list[_FunctionCall] = []  # those of them that gave numbers with fractions
         self.leaves: list[tuple[Tensor, str]] = []  # which it let require a gradient
@@ -93,6 +94,8 @@ class Watch(TorchFunctionMode):
         plain.append(f"{len(tensors)} tensors")
         if func in _CASTS and not any(isinstance(leaf, torch.dtype) for leaf in leaves):
             plain.append(repr(tensors[-1].dtype))  # which the graph names
+            self.asks_of_types = True
+        self.asks_of_types |= func in _TYPES and not isinstance(args[0], nn.Parameter)
         self._calls.append((func, plain, line))
         versions = [(value, value._version) for value in args if id(value) in self._buffers]
         trained = func in _LET_TRAIN and args[0].requires_grad

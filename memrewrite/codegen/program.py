@@ -27,6 +27,7 @@ def program(captured: Captured, prefix: str, marks: Marks) -> str:
     divided = f"\n    divided={captured.divided!r}," if captured.divided else ""
     tied = f"\n    tied={captured.tied!r}," if captured.tied else ""
     shared = f"\n    shared={captured.inputs.shared!r}," if captured.inputs.shared is not None else ""
+    types = "\n    types=True," if captured.types else ""
     values = "".join(f"({owner!r}, {name!r}, {text}), " for owner, name, text in captured.assigned)
     sets = f"\n    sets=lambda {', '.join(sizes)}: ({values})," if values else ""
     constants = "\n".join(trees.lines())
@@ -49,7 +50,7 @@ def program(captured: Captured, prefix: str, marks: Marks) -> str:
     ),
     same=lambda self, then: ({same}
     ),
-    run={prefix}graph,{fits}{planned}{ranges}{promise}{shared}{gradients}{layouts}{sets}{returns}{divided}{tied}
+    run={prefix}graph,{fits}{planned}{ranges}{promise}{shared}{gradients}{layouts}{types}{sets}{returns}{divided}{tied}
 )
 """
 

@@ -54,9 +54,9 @@ class Program:
     ``gradients`` are those of ``gradients_now`` that a call must have, ``layouts`` those of ``layouts_now``, None where
     that does not matter. ``returns`` is "loss" where ``run`` gives None in the place of everything else, "lazy" where
     it gives outputs that are made when they are read. ``divided`` is the name of a parameter of which this process has
-    to have a part alone, "" for none; ``tied`` are names that have to be those of one tensor. ``sets``
-    gives for named sizes and numbers what attributes are set to: the path of a module, a name, a value. ``source`` is
-    the text all this came from.
+    to have a part alone, "" for none; ``tied`` are names that have to be those of one tensor. ``types``
+    says that inputs have to be of their types also where autocast casts them; ``sets`` gives for named sizes and
+    numbers what attributes are set to: the path of a module, a name, a value. ``source`` is the text this came from.
     """
 
     names: tuple[str, ...]
@@ -81,6 +81,7 @@ class Program:
     returns: Returns = "all"
     divided: str = ""
     tied: tuple[tuple[str, ...], ...] = ()
+    types: bool = False
     sets: Callable[..., tuple[tuple[str, str, Any], ...]] | None = None
     source: str = ""
 

@@ -99,7 +99,7 @@ def match(program: Any, module: nn.Module, leaves: list[Any]) -> tuple[list[Tens
             continue
         dtype, device, shape = spec
         fits = isinstance(leaf, Tensor) and (leaf.device.type, leaf.dim()) == (device, len(shape))
-        if not fits or (leaf.dtype != dtype and not _cast_anyway(leaf, dtype)):
+        if not fits or (leaf.dtype != dtype and (program.types or not _cast_anyway(leaf, dtype))):
             return None, f"an input is {described(leaf)}, captured as {dtype} {tuple(shape)} on {device}"
         for size, expected in zip(leaf.shape, shape, strict=True):
             if isinstance(expected, str):
