@@ -11,9 +11,10 @@ from dataclasses import replace
 from types import MappingProxyType
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from memrewrite.capture import dynamo, exported, hazards, identity
+from memrewrite.capture.assigned import not_read
 from memrewrite.capture.at_sight import refuse_unseen, refuse_weight_hooks
 from memrewrite.capture.autocasts import told_of_regions
 from memrewrite.capture.captured import Captured, InputSpec, TensorSpec
@@ -26,7 +27,7 @@ from memrewrite.capture.returned import note_sizes
 from memrewrite.capture.shared import tied
 from memrewrite.records.errors import CaptureError, UnfitCallError, first_line
 from memrewrite.records.ranges import Range
-from memrewrite.runtime.matching import gradients_now
+from memrewrite.runtime.matching import gradients_now, layouts_now, one_tensor
 from memrewrite.state.attributes import preserved
 from memrewrite.state.function_caches import fakes_forgotten
 from memrewrite.torch_internals.fake_tensors import real_rules_on_fake_tensors
@@ -66,7 +67,7 @@ def capture(
     """
     _, order = bind(model, inputs)
     leaves = tree_leaves((inputs.args, inputs.kwargs))
-    pairs = identity.shared([leaves[i] for i in order])
+    pairs = one_tensor([leaves[i] for i in order])
     refuse_weight_hooks(model, type(model).__name__)  # its own hooks are off while it is looked at
 
     def traced(kept: Mapping[str, KeptCalls]) -> Captured:
@@ -77,6 +78,7 @@ def capture(
             real_rules_on_fake_tensors(),
             fakes_forgotten(model),
             autocast(amp, device_type(model, inputs)),
+            torch.set_grad_enabled(model.training),
         ):
             return _captured(model, inputs, front_end, pairs, ranges, elsewhere, bool(kept))
 
@@ -85,11 +87,24 @@ def capture(
         _refuse_settled(found, kept, traced)
     refuse_unseen(found.graph_module.graph, type(model).__name__)
     note_sizes(found.graph_module.graph)
+    with torch.set_grad_enabled(model.training):
+        return _with_parameters(found, model, leaf_tensors(model, inputs))
+
+
+def _with_parameters(found: Captured, model: nn.Module, tensors: Sequence[Tensor]) -> Captured:
+    """What is said of all parameters, which stand-ins do not have; ``tensors`` are the inputs."""
     divided = next((name for name, parameter in model.named_parameters() if is_divided(parameter)), "")
     names = tied(model, found.graph_module.graph, found.reads)
     looks = (*found.looks, *looks_at_tied(names))
-    # of all parameters, which stand-ins do not have
-    return replace(found, dtype=first_dtype(model), divided=divided, tied=names, looks=looks)
+    return replace(
+        found,
+        dtype=first_dtype(model),
+        divided=divided,
+        tied=names,
+        looks=looks,
+        gradients=None if found.gradients is None else gradients_now(model, tensors),
+        layouts=None if found.layouts is None else layouts_now(model, tensors),
+    )
 
 
 def _refuse_settled(
@@ -115,15 +130,16 @@ def _captured(
     with_calls: bool,
 ) -> Captured:
     findings = hazards.check(model, inputs)
-    if not pairs or not identity.asked(model, inputs, findings.operators):
-        inputs, pairs = identity.apart(inputs, model), ()
+    shared: tuple[tuple[int, int], ...] | None = pairs
+    if not findings.identity and not (pairs and identity.asked(model, inputs, findings.operators)):
+        inputs, shared = identity.apart(inputs, model), None
     if findings.asks and front_end != "dynamo" and not findings.export_loses:
         # Not told that it is traced, it does what it always does; nothing else is as good, but it may not work.
         with suppress(Exception), tracing_untold(), forward_alone(model):
             found = exported.capture(model, inputs, findings.functions, ranges, elsewhere)
-            return _with(findings, pairs, model, inputs, found)
+            return _with(findings, shared, model, inputs, found)
     names = [front_end] if front_end else ["export"] if ranges or with_calls else [*FRONT_ENDS]
-    return _by_front_ends(names, model, inputs, findings, pairs, ranges, elsewhere)
+    return _by_front_ends(names, model, inputs, findings, shared, ranges, elsewhere)
 
 
 def _by_front_ends(
@@ -131,7 +147,7 @@ def _by_front_ends(
     model: nn.Module,
     inputs: Inputs,
     findings: hazards.Findings,
-    pairs: tuple[tuple[int, int], ...],
+    shared: tuple[tuple[int, int], ...] | None,
     ranges: Sequence[Range],
     elsewhere: Inputs | None,
 ) -> Captured:
@@ -153,7 +169,7 @@ def _by_front_ends(
             said.append(f"{name}: {type(error).__name__}: {first_line(error)}")
         else:
             told = (_TOLD.format(findings.asks),) if findings.asks else ()
-            return _with(findings, pairs, model, inputs, captured, *told)
+            return _with(findings, shared, model, inputs, captured, *told)
     if returned := re.search(_RETURNED, " ".join(said)):
         raise unspelled(returned[1])
     if findings.derives:
@@ -170,7 +186,7 @@ def _by_front_ends(
 
 def _with(
     findings: hazards.Findings,
-    shared: tuple[tuple[int, int], ...],
+    shared: tuple[tuple[int, int], ...] | None,
     model: nn.Module,
     inputs: Inputs,
     captured: Captured,
@@ -187,5 +203,8 @@ def _with(
         autocast=findings.autocast,
         reads=findings.reads,
         looks=findings.looks,
-        gradients=gradients_now(model, leaf_tensors(model, inputs)) if findings.gradients else None,
+        gradients=() if findings.gradients else None,
+        layouts=() if findings.layouts else None,
+        types=findings.types,
+        assigned=not_read(type(model).__name__, captured, findings.reads),
     )

@@ -17,6 +17,10 @@ IN_CONDITIONS = frozenset({"max", "min", "math", "float"})
 """The names in conditions that are none of sizes."""
 
 
+Assigned = tuple[str, str, str]
+"""The path of a module, the name of an attribute, and an expression over named sizes and numbers that it is set to."""
+
+
 @dataclass(frozen=True)
 class TensorSpec:
     """What a tensor input must be. ``shape`` holds ints for fixed sizes and names for sizes that may vary (``"s0"``).
@@ -49,8 +53,9 @@ class InputSpec:
     (each is one placeholder of the graph, in this order), a NumberSpec (a placeholder after those) or the constant that
     was captured.
     ``conditions`` are Python expressions over the named sizes (``"(s0 % 2) == 0"``): what the path through forward
-    that was captured takes for granted. ``example`` has those sizes as they were. ``shared`` are pairs of leaves that
-    have to be one tensor, where forward asks for that. ``ranges`` are those of named sizes that were asked for.
+    that was captured takes for granted. ``example`` has those sizes as they were. ``shared`` are the pairs of leaves
+    that have to be one tensor, where forward asks for that, else None. ``ranges`` are those of named sizes that were
+    asked for.
     """
 
     parameters: tuple[str, ...]
@@ -58,7 +63,7 @@ class InputSpec:
     leaves: tuple[Any, ...]
     conditions: tuple[str, ...] = ()
     example: tuple[tuple[str, int], ...] = ()
-    shared: tuple[tuple[int, int], ...] = ()
+    shared: tuple[tuple[int, int], ...] | None = None
     ranges: tuple[tuple[str, Range], ...] = ()
 
     @property
@@ -93,12 +98,14 @@ class Captured:
     calls ``torch.utils.checkpoint``, which the graph does not. ``autocast`` is "any", or where the model does something
     else with autocast than without, what it was captured under: the type, None for without. ``reads`` are the
     attributes of modules that forward reads, ``looks`` the same as expressions. ``gradients`` are None, or where the
-    model does something else when other tensors need gradients, those of ``gradients_now`` at capture. ``returns`` is
-    "loss" where the program returns that alone, "lazy" where it makes outputs when they are read: ``lazy`` says how by
-    their numbers, of the value that is in their place. With ``loss_in_rows`` the loss is made of such outputs, by
-    cross-entropy some rows of them at a time, and in the place of each is a tuple of its value and weights. ``divided``
-    is the name of a parameter of which this process has a part alone, "" if it has all. ``tied`` are names, several to
-    a tensor of the model, of those that the graph reads by one of them.
+    model does something else when other tensors need gradients, those of ``gradients_now`` at capture; ``layouts``
+    likewise are those of ``layouts_now`` where it asks how tensors lie in memory. ``returns`` is "loss" where the
+    program returns that alone, "lazy" where it makes outputs when they are read: ``lazy`` says how by their numbers, of
+    the value that is in their place. With ``loss_in_rows`` the loss is made of such outputs, by cross-entropy some rows
+    of them at a time, and in the place of each is a tuple of its value and weights. ``divided`` is the name of a
+    parameter of which this process has a part alone, "" if it has all. ``tied`` are names, several to a tensor of the
+    model, of those that the graph reads by one of them. ``assigned`` is what forward sets attributes to,
+    ``types`` says that it asks for the types of tensors.
     """
 
     graph_module: fx.GraphModule
@@ -116,11 +123,14 @@ class Captured:
     reads: Reads = ()
     looks: tuple[str, ...] = ()
     gradients: tuple[bool, ...] | None = None
+    layouts: tuple[tuple[int, ...], ...] | None = None
     returns: Returns = "all"
     lazy: Mapping[int, LazyCall] = field(default_factory=dict)
     loss_in_rows: bool = False
     divided: str = ""
     tied: tuple[tuple[str, ...], ...] = ()
+    assigned: tuple[Assigned, ...] = ()
+    types: bool = False
 
     def restored(self, leaves: Sequence[Any]) -> Any:
         """What the model returns, of what the graph does; outputs that only others than the loss read are not made."""

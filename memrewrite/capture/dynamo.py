@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from memrewrite.capture.assigned import Assignments
 from memrewrite.capture.captured import Captured
 from memrewrite.capture.normal import bind, constants, copy_into, rebuild
 from memrewrite.records.errors import CaptureError
@@ -30,7 +31,7 @@ def capture(model: nn.Module, inputs: Inputs) -> Captured:
     mine = tree_map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, vars(inputs.of_a_run()))
     leaves = tree_leaves((mine["args"], mine["kwargs"]))
     owned = _Owned(model)  # before Dynamo runs
-    backend, output = _run(model, mine)
+    backend, output, assignments = _run(model, mine)
     results, tree = tree_flatten(output)
     translation = _Translation(backend, owned, [leaves[i] for i in order if isinstance(leaves[i], Tensor)])
     module = rebuild(
@@ -42,7 +43,7 @@ def capture(model: nn.Module, inputs: Inputs) -> Captured:
     )
     _hand_back_grad_mode(module.graph)
     module.recompile()
-    return Captured(
+    captured = Captured(
         graph_module=module,
         inputs=spec,
         output_tree=tree,
@@ -51,15 +52,17 @@ def capture(model: nn.Module, inputs: Inputs) -> Captured:
         differentiable=model.training,
         front_end="dynamo",
     )
+    return assignments.added_to(captured)
 
 
-def _run(model: nn.Module, mine: dict[str, Any]) -> tuple["_Lookout", Any]:
+def _run(model: nn.Module, mine: dict[str, Any]) -> tuple["_Lookout", Any, Assignments]:
     backend, attributes = _Lookout(), Attributes(model)
     torch.compiler.reset()
     try:
         with quiet(), distributions_as_before():
             compiled = torch.compile(model, backend=backend, fullgraph=True, dynamic=False)
-            return backend, compiled(*mine["args"], **mine["kwargs"])
+            output = compiled(*mine["args"], **mine["kwargs"])
+            return backend, output, Assignments(model, [*attributes.changed()])
     finally:
         torch.compiler.reset()
         attributes.restore()  # what forward assigns to attributes Dynamo has assigned, with markers

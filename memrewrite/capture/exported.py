@@ -19,11 +19,12 @@ from torch.export import ExportedProgram
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
+from memrewrite.capture.assigned import Assignments
 from memrewrite.capture.assumptions import Assumptions
 from memrewrite.capture.captured import Captured
 from memrewrite.capture.compiled_calls import told_of_scripted
 from memrewrite.capture.launches import launches_traced
-from memrewrite.capture.normal import attribute, bind, constants, dynamic, rebuild
+from memrewrite.capture.normal import attribute, bind, constants, dynamic, rebuild, thawed
 from memrewrite.capture.numbers import for_numbers, numbers_in
 from memrewrite.capture.opaque import opaque
 from memrewrite.capture.varying import Shapes, attempts, ranged
@@ -89,8 +90,8 @@ def _attempt(
     varying: Shapes,
     numbers: Collection[int] = (),
 ) -> Captured:
-    settling, noted = _Settling(), Assumptions()
-    with _named_keywords(model, inputs), scripts_in_python() as scripted:
+    settling, noted, assignments = _Settling(), Assumptions(), Assignments(model)
+    with assignments.noted(), _named_keywords(model, inputs), scripts_in_python() as scripted:
         leaves, tree = tree_flatten((inputs.args, inputs.kwargs))
         args, kwargs = tree_unflatten(range(len(leaves)), tree)
         shapes = varying(inspect.signature(model.forward).bind(*args, **kwargs).arguments, numbers)
@@ -101,8 +102,8 @@ def _attempt(
             if numbers:
                 stack.enter_context(fractions_vary(i in numbers for i, n in enumerate(leaves) if type(n) is float))
             program, exported = _export(model, inputs, shapes, functions)
-    found = _normal(model, inputs, program, exported)
-    found = replace(found, exact=not scripted, notes=told_of_scripted(scripted))
+    found = assignments.added_to(_normal(model, inputs, program, exported))
+    found = replace(found, exact=not scripted, notes=(*found.notes, *told_of_scripted(scripted)))
     return ranged(found, model, inputs, ranges, settling.lines, noted)
 
 
@@ -128,6 +129,7 @@ def _normal(model: nn.Module, inputs: Inputs, program: ExportedProgram, exported
     placeholders = [n for n in exported.graph.nodes if n.op == "placeholder"]
     raw = tree_leaves((inputs.args, inputs.kwargs))
     tensors = [placeholders[i] for i in order if isinstance(raw[i], Tensor)]
+    out_spec = program.call_spec.out_spec
     vary = {k: placeholders[i] for k, i in enumerate(order) if is_open(placeholders[i].meta.get("val"))}
     given = [*tensors, *vary.values()]
     fixed = {node: leaf for node, leaf in zip(placeholders, raw, strict=True) if node not in given}
@@ -151,7 +153,7 @@ def _normal(model: nn.Module, inputs: Inputs, program: ExportedProgram, exported
     return Captured(
         graph_module=module,
         inputs=dynamic(spec, [n.meta["val"].shape for n in tensors], {i: n.meta["val"] for i, n in vary.items()}),
-        output_tree=program.call_spec.out_spec,
+        output_tree=thawed(out_spec) if isinstance(model, fx.GraphModule) else out_spec,
         constants=constants(module, model),
         training={path: child.training for path, child in model.named_modules()},
         differentiable=model.training,

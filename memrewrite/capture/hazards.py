@@ -4,26 +4,23 @@ Forward is rehearsed on a fake twin of the model. The functions it calls, the tw
 afterwards say what happened that no graph of tensor operators can hold; a second run has to do the same as the first.
 """
 
-import itertools
-import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 import torch.utils.checkpoint
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from memrewrite.capture.at_sight import refuse_hooks, refuse_names, refuse_unnamed
-from memrewrite.capture.autocasts import autocast_asked, autocast_now, autocast_regions
+from memrewrite.capture.autocasts import autocast_asked, autocast_regions
 from memrewrite.capture.changes import COUNTED, always_matters, refuse_changes, refuse_left
-from memrewrite.capture.gradients import QUESTIONS, all_or_none, gradients_asked, with_or_without
-from memrewrite.capture.identity import OperatorsSeen
+from memrewrite.capture.gradients import all_or_none, gradients_asked, with_or_without
+from memrewrite.capture.identity import OperatorsSeen, together
 from memrewrite.capture.reads import ReadsOfForward
+from memrewrite.capture.seen import Watch
 from memrewrite.records.errors import CaptureError
-from memrewrite.records.lines import in_checkpoint, is_users, line_now
 from memrewrite.runtime.guards import Reads
 from memrewrite.runtime.segment import autocast_dtype
 from memrewrite.simulate.fake.constant_values import known_values
@@ -31,22 +28,17 @@ from memrewrite.simulate.fake.fakes import fake_inputs, fake_twin
 from memrewrite.simulate.fake.refusals import failed
 from memrewrite.simulate.fake.stand_ins import functions_on_fakes
 from memrewrite.state.attributes import Attributes
-from memrewrite.state.random_state import RandomState, draws, seed_all
-from memrewrite.torch_internals.custom_functions import Forward, forwards_replaced, function_calls, functions_behind
+from memrewrite.state.random_state import draws, seed_all
+from memrewrite.torch_internals.custom_functions import forwards_replaced, function_calls, functions_behind
 from memrewrite.torch_internals.dispatch_modes import Recall
 from memrewrite.torch_internals.fake_tensors import FakeTensorMode
 from memrewrite.torch_internals.logs import quiet
-from memrewrite.torch_internals.pytrees import tensors_in, tree_flatten, tree_leaves
+from memrewrite.torch_internals.pytrees import tensors_in, tree_flatten
 from memrewrite.torch_internals.tracing import checkpoint_calls, tracing_untold
 from memrewrite.workload.step import Inputs, device_type
 from memrewrite.workload.surroundings import Surroundings
 
-_TENSOR_HOOKS = ("register_hook", "register_post_accumulate_grad_hook")
-_GRADIENTS = (torch.autograd.grad, torch.autograd.backward, Tensor.backward)
-_CASTS = (Tensor.to, Tensor.type_as, Tensor.cpu, Tensor.cuda)  # to a type that is told, or that a tensor has
 _NOBODYS_SEED = 7_046_029_254_386_353_131
-_SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
-_LET_TRAIN = (Tensor.requires_grad_, Tensor.requires_grad.__set__)  # type: ignore[attr-defined]
 
 
 @dataclass(frozen=True)
@@ -57,7 +49,9 @@ class Findings:
     Python module that asks whether it is being traced, "" if there is none. ``exact`` is False where the model asks
     for values of its inputs, as it may go another way by those it sees; ``checkpoints`` says that it checkpoints,
     ``functions`` are the custom ``autograd.Function`` classes that it applies, ``autocast``, ``reads`` and ``looks``
-    are those of ``Captured``; ``gradients`` says whether forward does something else where other tensors need them.
+    are those of ``Captured``; ``gradients`` says whether forward does something else where other tensors need them,
+    ``layouts`` whether it asks how tensors lie in memory, ``identity`` whether it asks if inputs are one tensor,
+    ``types`` whether it asks for types of what is no parameter.
     ``operators`` are the names of those that forward runs on these inputs, ``derives`` is where it differentiates.
     """
 
@@ -71,6 +65,9 @@ class Findings:
     reads: Reads = ()
     looks: tuple[str, ...] = ()
     gradients: bool = False
+    layouts: bool = False
+    identity: bool = False
+    types: bool = False
     operators: Sequence[str] = ()
     derives: str = ""
 
@@ -102,17 +99,12 @@ def check(model: nn.Module, inputs: Inputs) -> Findings:
             refuse_changes(name, rehearsal.between)
             refuse_left(name, rehearsal.around)
         counted = next(rehearsal.around.counted(), None)
+        identity = rehearsal.differs_where_inputs_are_one(first)
         asks = bool(about_gradients) or first.asks_of_gradients
-        gradients = model.training and asks and rehearsal.differs_where_gradients_are_switched(first)
-    notes = ["The model's own torch.utils.checkpoint calls are replaced by the plan."] if checkpoints else []
-    if rehearsal.functions:
-        names = ", ".join(sorted({kind.__name__ for kind in rehearsal.functions}))
-        notes.append(f"What stays a call as the model makes it, with its own backward: {names}.")
-    notes += [] if counted is None else [COUNTED.format(name=name, place=counted)]
-    if place := rehearsal.decided_by_values(first):
-        notes.append(_DECIDED.format(name=name, place=place))
+        gradients = asks and rehearsal.differs_where_gradients_are_switched(first)
+    notes = () if counted is None else (COUNTED.format(name=name, place=counted),)
     return Findings(
-        notes=tuple(notes),
+        notes=(*_notes(name, rehearsal, first, checkpoints), *notes),
         export_loses=_lost(rehearsal, first, checkpoints),
         asks=asked[0] if asked else "",
         exact=not rehearsal.asked,
@@ -122,9 +114,22 @@ def check(model: nn.Module, inputs: Inputs) -> Findings:
         reads=first.reads.found,
         looks=first.reads.looks,
         gradients=gradients,
+        layouts=first.asks_of_layouts,
+        identity=identity,
+        types=first.asks_of_types,
         operators=first.operators,
         derives=first.derives,
     )
+
+
+def _notes(name: str, rehearsal: "_Rehearsal", first: Watch, checkpoints: Collection[str]) -> Iterator[str]:
+    if checkpoints:
+        yield "The model's own torch.utils.checkpoint calls are replaced by the plan."
+    if rehearsal.functions:
+        names = ", ".join(sorted({kind.__name__ for kind in rehearsal.functions}))
+        yield f"What stays a call as the model makes it, with its own backward: {names}."
+    if place := rehearsal.decided_by_values(first):
+        yield _DECIDED.format(name=name, place=place)
 
 
 def refuse_kept(model: nn.Module, inputs: Inputs, functions: Sequence[type], other: Callable[[Inputs], Inputs]) -> None:
@@ -138,7 +143,7 @@ def refuse_kept(model: nn.Module, inputs: Inputs, functions: Sequence[type], oth
     refuse_left(type(model).__name__, rehearsal.around)
 
 
-def _first(name: str, rehearsal: "_Rehearsal", functions: list[type]) -> "_Watch":
+def _first(name: str, rehearsal: "_Rehearsal", functions: list[type]) -> Watch:
     """The first run, or with custom ``functions`` the first that does not look into them."""
     seed_all(_NOBODYS_SEED, ())  # so that a forward that sets the seed of before is seen to set one
     before = draws()
@@ -157,7 +162,7 @@ def _first(name: str, rehearsal: "_Rehearsal", functions: list[type]) -> "_Watch
     return first
 
 
-def _lost(rehearsal: "_Rehearsal", first: "_Watch", checkpoints: Collection[str]) -> str:
+def _lost(rehearsal: "_Rehearsal", first: Watch, checkpoints: Collection[str]) -> str:
     """What the graph of ``torch.export`` would lack, "" if nothing."""
     if "apply" in checkpoints:
         return "the gradients of checkpoint(use_reentrant=True)"
@@ -185,7 +190,7 @@ class _Rehearsal:
         self.before = self.between = Attributes(self._twin)
         self.around = Surroundings((self._twin,))
 
-    def decided_by_values(self, first: "_Watch") -> str:
+    def decided_by_values(self, first: Watch) -> str:
         """Where forward does something else once it can see the values of its inputs, "" if nowhere."""
         if not self.asked:
             return ""
@@ -194,7 +199,7 @@ class _Rehearsal:
         except CaptureError:  # no graph can hold what it does then
             return ""
 
-    def differs_where_autocast_is_switched(self, first: "_Watch", device: str) -> bool:
+    def differs_where_autocast_is_switched(self, first: Watch, device: str) -> bool:
         """Whether forward calls other functions then, or the same for other types; if so, the run leaves no trace."""
         before, enabled = Attributes(self._twin), torch.is_autocast_enabled(device)
         try:
@@ -206,7 +211,16 @@ class _Rehearsal:
             before.restore()
         return differs
 
-    def differs_where_gradients_are_switched(self, first: "_Watch") -> bool:
+    def differs_where_inputs_are_one(self, first: Watch) -> bool:
+        """Whether forward runs other operators where all inputs that can be one tensor are."""
+        given = together(self.given)
+        try:
+            found = first.operators if given is None else self.run(inputs=given).operators
+            return found != first.operators and found != self.run().operators  # without what the first sets up
+        except CaptureError:  # it does not run then
+            return True
+
+    def differs_where_gradients_are_switched(self, first: Watch) -> bool:
         """Whether forward calls other functions where everything needs a gradient, or nothing."""
         for needed in (True, False):
             try:
@@ -217,10 +231,10 @@ class _Rehearsal:
                 return True
         return False
 
-    def run(self, given: Sequence[tuple[Tensor, Tensor]] = (), inputs: Inputs | None = None) -> "_Watch":
+    def run(self, given: Sequence[tuple[Tensor, Tensor]] = (), inputs: Inputs | None = None) -> Watch:
         """Run forward once; ``given`` are fake inputs and the real ones whose values it may see."""
         # Only a training step runs backward, where a checkpoint would write them once more.
-        watch = _Watch({id(b) for b in self._twin.buffers()} if self._twin.training else set(), self._regions)
+        watch = Watch({id(b) for b in self._twin.buffers()} if self._twin.training else set(), self._regions)
         self.between, self.around = Attributes(self._twin), Surroundings((self._twin,))
         inputs = (inputs or self.given).of_a_run()
         leaves, nesting = tree_flatten((inputs.args, inputs.kwargs))
@@ -260,7 +274,7 @@ class _Rehearsal:
             raise CaptureError(failed(self._name, error)) from error
 
 
-def _refuse_difference(name: str, rehearsal: _Rehearsal, first: "_Watch") -> None:
+def _refuse_difference(name: str, rehearsal: _Rehearsal, first: Watch) -> None:
     """A second run must do the same as the first and change nothing. What is set up once and then kept is no hazard."""
     try:
         second = rehearsal.run()
@@ -288,6 +302,8 @@ _REFUSED = {
     "seed": "seeds PyTorch's generator in forward (at {place}), which a captured graph loses; seed outside forward.",
     "generator": "draws from a torch.Generator of its own (at {place}), which no graph does; draw from PyTorch's.",
     "data": "assigns to .data in forward (at {place}), which no graph can hold; use copy_ under torch.no_grad.",
+    "offset": "asks where in its memory a tensor begins (at {place}), and a graph would keep the answer; as_strided "
+    "and the like begin there by themselves.",
     "twice": "updates buffers under its own torch.utils.checkpoint (at {place}), which does so once more in backward; "
     "switch the model's checkpointing off, and the plan says what is recomputed.",
     "gradient": "takes gradients in forward (at {place}), which a graph would differentiate again; "
@@ -297,102 +313,3 @@ _REFUSED = {
     "frozen": "freezes a parameter or an input in forward (at {place}), which in a graph would be trained; freeze what "
     "is never trained before the model is called, or compute with detached tensors.",
 }
-_FunctionCall = tuple[Any, list[str], str]  # the function, its plain arguments and how many tensors, the place
-
-
-class _Watch(TorchFunctionMode):
-    """Sees every torch function of a rehearsal, and in which modes it runs.
-
-    ``places`` holds where something on the list of what is refused happened, a write to one of ``buffers`` (by id)
-    under a checkpoint among it; ``nested`` says where modes are in force that export loses, "" if nowhere; ``regions``
-    is that of ``autocast_regions``. ``output`` is what forward returned, ``reads`` what it read, ``asks_of_gradients``
-    whether it asked a tensor whether it needs one, ``derives`` where it took some that can be differentiated again.
-    """
-
-    def __init__(self, buffers: set[int], regions: list[bool]) -> None:
-        super().__init__()
-        self._buffers, self._regions, self._looking = buffers, regions, True
-        self.places: dict[str, list[str]] = {}
-        self.nested = self.derives = ""
-        self.output: Any = None
-        self.reads: Any = None
-        self.operators: list[str] = []
-        self.asks_of_gradients = False
-        self._calls: list[_FunctionCall] = []
-        self._computing: list[_FunctionCall] = []  # those of them that gave numbers with fractions
-        self.leaves: list[tuple[Tensor, str]] = []  # which it let require a gradient
-        self._cache = torch.is_autocast_cache_enabled()
-        self._outside = (torch.is_inference_mode_enabled(), torch.initial_seed(), autocast_now(), _attention())
-
-    def unseen(self, kind: type, forward: Forward, context: Any, args: tuple[Any, ...]) -> Any:
-        """What a custom Function gives, without a look at how; nor does it draw for anybody else."""
-        drawn, self._looking = RandomState(), False
-        try:
-            return forward(context, *args)
-        finally:
-            self._looking = True
-            drawn.restore()
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if not self._looking:
-            return func(*args, **kwargs)
-        theirs = is_users(sys._getframe(1).f_code.co_filename)
-        if func in QUESTIONS:
-            self.asks_of_gradients |= theirs
-            return func(*args, **kwargs)
-        inference, seed, autocast, attention = self._outside
-        line = line_now()
-        happens = {
-            "hook": getattr(func, "__name__", "") in _TENSOR_HOOKS,
-            "inference": torch.is_inference_mode_enabled() != inference,
-            "seed": torch.initial_seed() != seed,
-            "generator": kwargs.get("generator") is not None,
-            "data": func == _SET_DATA,
-            "gradient": func in _GRADIENTS and not kwargs.get("create_graph"),
-        }
-        for what in (what for what, happened in happens.items() if happened):
-            self.places.setdefault(what, []).append(line)
-        self.derives = self.derives or line * (func in _GRADIENTS)
-        if not torch.is_grad_enabled() and any(self._regions) and autocast_now() != autocast:
-            self.nested = self.nested or f"no_grad inside of autocast at {line}"  # it keeps the outer one only
-        if torch.is_autocast_cache_enabled() != self._cache:
-            self.nested = self.nested or f"autocast without its cache at {line}"
-        if _attention() != attention:
-            self.nested = self.nested or f"the choice of attention kernels at {line}"
-        leaves = tree_leaves((args, kwargs))
-        plain = [repr(leaf) for leaf in leaves if isinstance(leaf, int | float | str | torch.dtype)]
-        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        plain.append(f"{len(tensors)} tensors")
-        if func in _CASTS and not any(isinstance(leaf, torch.dtype) for leaf in leaves):
-            plain.append(repr(tensors[-1].dtype))  # which the graph names
-        self._calls.append((func, plain, line))
-        versions = [(value, value._version) for value in args if id(value) in self._buffers]
-        trained = func in _LET_TRAIN and args[0].requires_grad
-        result = func(*args, **kwargs)
-        if theirs and not trained and (args[0].requires_grad if func in _LET_TRAIN else kwargs.get("requires_grad")):
-            self.leaves.append((args[0] if func in _LET_TRAIN else result, line))
-        if trained and not args[0].requires_grad:
-            self.places.setdefault("frozen", []).append(line)
-        if any(leaf.is_floating_point() for leaf in tensors_in(result)):
-            self._computing.append(self._calls[-1])
-        if any(buffer._version != version for buffer, version in versions) and in_checkpoint():
-            self.places.setdefault("twice", []).append(line_now())
-        return result
-
-    def differs(self, other: "_Watch", computing: bool = False) -> str:
-        """The place of the first call that the other run made differently, "" if both are the same.
-
-        With ``computing``, calls do not count that give integers or truth values only.
-        """
-        calls = (self._computing, other._computing) if computing else (self._calls, other._calls)
-        for mine, theirs in itertools.zip_longest(*calls):
-            if mine is None or theirs is None or mine[:2] != theirs[:2]:
-                return (mine or theirs)[2] or "a place unknown"
-        return ""
-
-
-def _attention() -> tuple[bool, ...]:
-    """Which kernels scaled_dot_product_attention may use, as ``torch.nn.attention.sdpa_kernel`` sets."""
-    kinds = torch.backends.cuda
-    return kinds.flash_sdp_enabled(), kinds.mem_efficient_sdp_enabled(), kinds.math_sdp_enabled()

@@ -1,6 +1,10 @@
-"""Inputs that are one tensor, as in ``model(ids, labels=ids)``: front ends take them for one in every call."""
+"""Inputs that are one tensor, as in ``model(ids, labels=ids)``: front ends take them for one in every call.
+
+Where forward asks for that (``key is value``), a program is for calls with the same ones that are one and no others.
+"""
 
 import itertools
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -25,11 +29,11 @@ def apart(inputs: Inputs, model: nn.Module) -> Inputs:
     return Inputs(*tree_map(alone, (inputs.args, inputs.kwargs)))
 
 
-def shared(leaves: list[Any]) -> tuple[tuple[int, int], ...]:
-    """The positions of tensors that are one object: that of each further one, after that of the first."""
-    first: dict[int, int] = {}
-    pairs = [(first.setdefault(id(leaf), i), i) for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
-    return tuple(pair for pair in pairs if pair[0] != pair[1])
+def together(inputs: Inputs) -> Inputs | None:
+    """The same inputs where all that can be one object are, None where none can."""
+    first: dict[Any, Tensor] = {}
+    found = inputs.changed(lambda leaf: first.setdefault((leaf.dtype, leaf.device, leaf.shape), leaf))
+    return None if all(map(operator.is_, found.tensors(), inputs.tensors())) else found
 
 
 def asked(model: nn.Module, inputs: Inputs, known: Sequence[str] = ()) -> bool:

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.fx.immutable_collections import immutable_dict, immutable_list
 
 from memrewrite.capture.captured import IN_CONDITIONS, Captured, InputSpec, NumberSpec, TensorSpec
 from memrewrite.capture.expressions import is_literal
@@ -22,7 +23,7 @@ from memrewrite.capture.opaque import behind
 from memrewrite.capture.origin import Origin, set_origin
 from memrewrite.records.errors import CaptureError, InternalError
 from memrewrite.records.lines import is_users
-from memrewrite.torch_internals.pytrees import tree_flatten, tree_leaves, tree_unflatten
+from memrewrite.torch_internals.pytrees import TreeSpec, tree_flatten, tree_leaves, tree_map, tree_unflatten
 from memrewrite.torch_internals.tracing import module_of, size_conditions
 from memrewrite.workload.step import Inputs
 
@@ -117,6 +118,20 @@ def rebuild(
             inner.training = model.training
     graph.lint()
     return module
+
+
+def thawed(tree: TreeSpec) -> TreeSpec:
+    """The structure of what an ``fx.GraphModule`` returns: export names dictionaries and lists as graphs hold them."""
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, immutable_dict):
+            return {key: thaw(item) for key, item in value.items()}
+        return [*map(thaw, value)] if isinstance(value, immutable_list) else value
+
+    def thaw(value: Any) -> Any:
+        return tree_map(plain, value, is_leaf=lambda each: isinstance(each, immutable_dict | immutable_list))
+
+    return tree_flatten(thaw(tree_unflatten(range(tree.num_leaves), tree)))[1]
 
 
 def _put(root: nn.Module, path: str, module: nn.Module) -> None:

@@ -22,10 +22,14 @@ def program(captured: Captured, prefix: str, marks: Marks) -> str:
     ranges = f"\n    ranges={captured.inputs.bounds!r}," if captured.inputs.ranges else ""
     promise = f"\n    budget={marks.budget},\n    strict={marks.strict}," if marks.budget else ""
     gradients = f"\n    gradients={captured.gradients!r}," if captured.gradients else ""
+    layouts = f"\n    layouts={captured.layouts!r}," if captured.layouts is not None else ""
     returns = f"\n    returns={captured.returns!r}," if captured.returns != "all" else ""
     divided = f"\n    divided={captured.divided!r}," if captured.divided else ""
     tied = f"\n    tied={captured.tied!r}," if captured.tied else ""
-    shared = f"\n    shared={captured.inputs.shared!r}," if captured.inputs.shared else ""
+    shared = f"\n    shared={captured.inputs.shared!r}," if captured.inputs.shared is not None else ""
+    types = "\n    types=True," if captured.types else ""
+    values = "".join(f"({owner!r}, {name!r}, {text}), " for owner, name, text in captured.assigned)
+    sets = f"\n    sets=lambda {', '.join(sizes)}: ({values})," if values else ""
     constants = "\n".join(trees.lines())
     reads = "".join(f"\n        {row!r}," for row in captured.reads)
     look = "".join(f"\n        {each}," for each in captured.looks)
@@ -46,7 +50,7 @@ def program(captured: Captured, prefix: str, marks: Marks) -> str:
     ),
     same=lambda self, then: ({same}
     ),
-    run={prefix}graph,{fits}{planned}{ranges}{promise}{shared}{gradients}{returns}{divided}{tied}
+    run={prefix}graph,{fits}{planned}{ranges}{promise}{shared}{gradients}{layouts}{types}{sets}{returns}{divided}{tied}
 )
 """
 

@@ -130,6 +130,7 @@ class Case:
         program = getattr(type(self.rewritten), "_memrewrite", None)
         if program is None:
             return None
-        with autocast(self.step.amp, device_type(self.rewritten, self.inputs)):
+        device = device_type(self.rewritten, self.inputs)
+        with torch.set_grad_enabled(program.differentiable), autocast(self.step.amp, device):
             tensors, reason = accept(program, self.rewritten, self.inputs.args, self.inputs.kwargs)
         return None if tensors is not None else reason or "it was captured in the other of train and eval mode"

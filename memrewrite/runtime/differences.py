@@ -2,6 +2,7 @@
 
 import itertools
 import reprlib
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -49,7 +50,17 @@ def another_module(path: str, then: Any, now: Any) -> str:
 
 def another_member(label: str, then: Any, now: Any) -> str:
     """That something on a class is another, "" if it is equal."""
-    return "" if type(then) is type(now) and then == now else f"{label} is another than at capture"
+    same = type(then) is type(now) and (then == now or alike(then, now))
+    return "" if same else f"{label} is another than at capture"
+
+
+def alike(one: Any, other: Any) -> bool:
+    """Whether two functions are one that was compiled again, as ``torch.fx`` does where modes are switched."""
+    if not isinstance(one, FunctionType) or not isinstance(other, FunctionType) or one.__closure__ or other.__closure__:
+        return False
+    mine, theirs = one.__globals__, other.__globals__
+    same = one.__code__ == other.__code__ and one.__defaults__ == other.__defaults__ and mine.keys() == theirs.keys()
+    return same and all(value is theirs[name] for name, value in mine.items())
 
 
 def another_object(label: str, then: Any, now: Any) -> str:

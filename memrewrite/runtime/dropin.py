@@ -15,11 +15,12 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.fx import GraphModule
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_structure, tree_unflatten, treespec_loads
 
-from memrewrite.runtime.differences import Owners, exported, owners_of, parted, surrounded
+from memrewrite.runtime.differences import Owners, alike, exported, owners_of, parted, surrounded
 from memrewrite.runtime.guards import Guards, Noted, Reads
-from memrewrite.runtime.matching import match, numbers_of, specs_of_tensors, values_of
+from memrewrite.runtime.matching import match, numbers_of, sizes_in, values_of
 from memrewrite.runtime.operations import AROUND_NODES, IN_GRAPHS
 from memrewrite.runtime.parameters import Parameters
 from memrewrite.runtime.plain_values import as_bytes
@@ -47,12 +48,15 @@ class Program:
     gives what code that is traced compares of them, and ``same`` says whether that is still so: step by step, as what
     has changed may lack what comes after. ``run`` computes ``forward`` from the module and the tensor leaves;
     ``planned`` are the named sizes it was planned for, under a ``budget`` in bytes if one was given, ``strict`` where
-    no other call may run. ``shared`` are the pairs of leaves that have to be one tensor.
+    no other call may run. ``shared`` are the pairs of leaves that have to be one tensor, and no
+    others, None where that does not matter.
     ``ranges`` are those asked for of named sizes: what that size is, in words, and from where to where it varies.
-    ``gradients`` are those of ``gradients_now`` that a call must have, None where that does not matter. ``returns`` is
-    "loss" where ``run`` gives None in the place of everything else, "lazy" where it gives outputs that are made when
-    they are read. ``divided`` is the name of a parameter of which this process has to have a part alone, "" for none;
-    ``tied`` are names that have to be those of one tensor. ``source`` is the text all this came from.
+    ``gradients`` are those of ``gradients_now`` that a call must have, ``layouts`` those of ``layouts_now``, None where
+    that does not matter. ``returns`` is "loss" where ``run`` gives None in the place of everything else, "lazy" where
+    it gives outputs that are made when they are read. ``divided`` is the name of a parameter of which this process has
+    to have a part alone, "" for none; ``tied`` are names that have to be those of one tensor. ``types``
+    says that inputs have to be of their types also where autocast casts them; ``sets`` gives for named sizes and
+    numbers what attributes are set to: the path of a module, a name, a value. ``source`` is the text this came from.
     """
 
     names: tuple[str, ...]
@@ -70,12 +74,15 @@ class Program:
     planned: Mapping[str, int] = field(default_factory=dict)
     budget: int | None = None
     strict: bool = False
-    shared: tuple[tuple[int, int], ...] = ()
+    shared: tuple[tuple[int, int], ...] | None = None
     ranges: Mapping[str, tuple[str, int, int]] = field(default_factory=dict)
     gradients: tuple[bool, ...] | None = None
+    layouts: tuple[tuple[int, ...], ...] | None = None
     returns: Returns = "all"
     divided: str = ""
     tied: tuple[tuple[str, ...], ...] = ()
+    types: bool = False
+    sets: Callable[..., tuple[tuple[str, str, Any], ...]] | None = None
     source: str = ""
 
 
@@ -138,10 +145,7 @@ class Own:
         if torch.is_grad_enabled():
             self.promise.check_frozen(7, call)
         if program.planned and (torch.is_grad_enabled() or not program.differentiable):
-            shapes = (spec[2] for spec in specs_of_tensors(program.leaves))
-            named = (zip(shape, tensor.shape, strict=True) for tensor, shape in zip(tensors, shapes, strict=True))
-            sizes = {name: size for pairs in named for name, size in pairs if isinstance(name, str)}
-            self.promise.check(sizes, 6, call)
+            self.promise.check(sizes_in(program, tensors), 6, call)
 
     def end(self, reference: object) -> None:
         """Let go of everything: classes stay until Python looks for cycles, and would keep the parameters so long."""
@@ -274,20 +278,20 @@ def _subclass(base: type[nn.Module], program: Program, replaced: Forward | None)
             kept.follow(tensors)
             if kept.promise.budget is not None and not torch.compiler.is_compiling():
                 kept.check_call(program, tensors, (self, args, kwargs))
-            return program.run(self, *tensors, *(n for _, n in numbers_of(self, program, args, kwargs)))
+            return _run(program, self, tensors, numbers_of(self, program, args, kwargs))
         reason = reason if tensors is None else "it was captured in eval mode, for calls under torch.no_grad()"
         if reason:
             call = None if torch.compiler.is_compiling() or _changed(self) else (self, args, kwargs)
             promise = kept.promise if torch.compiler.is_compiling() or own(self) is kept else kept.others
             promise.fall_back(f"ran its original forward: {reason}.", 5, call)
-        return (replaced or base.forward)(self, *args, **kwargs)
+        return (kept.replaced or base.forward)(self, *args, **kwargs)
 
     def reduce(self: nn.Module, protocol: Any = None) -> Any:
         guards = kept.guards if kept.of() is self else None
         broken = kept.broken or (_NOT_OURS if guards is None else guards.lost_in_copies())
         then = None if guards is None or broken else guards.noted
         carried = broken, then, kept.constants, kept.report, kept.shown, kept.promise.told
-        return _load, (base, program.source, replaced), (self.__getstate__(), *carried)
+        return _load, (base, program.source, kept.replaced), (self.__getstate__(), *carried)
 
     def restore(self: Any, state: Any) -> None:
         attributes, kept.broken, then, constants, *carried = state
@@ -296,13 +300,47 @@ def _subclass(base: type[nn.Module], program: Program, replaced: Forward | None)
         kept.carry(*carried)
 
     forward.__signature__ = inspect.signature(replaced or base.forward)  # type: ignore[attr-defined]
+    graphs = of_graphs(kept, base, reduce) if issubclass(base, GraphModule) else {}
     members = {"forward": forward, "__reduce_ex__": reduce, "__setstate__": restore, "_memrewrite": program, OWN: kept}
     names = {"__module__": base.__module__, "__qualname__": base.__qualname__}
-    kept.kind = type(base.__name__, (base,), {**members, **names})
+    kept.kind = type(base.__name__, (base,), {**graphs, **members, **names})
     return kept.kind
 
 
 _NOT_OURS = "this object was not made by memrewrite.optimize but by a method of its class"
+
+
+def _run(program: Program, module: nn.Module, tensors: list[Tensor], numbers: list[tuple[str, float]]) -> Any:
+    """What the program gives, once it has set what forward sets."""
+    result = program.run(module, *tensors, *(number for _, number in numbers))
+    if program.sets is not None:
+        for path, name, value in program.sets(**{**sizes_in(program, tensors), **dict(numbers)}):
+            setattr(module.get_submodule(path), name, value)
+    return result
+
+
+def of_graphs(kept: Own, base: type[nn.Module], reduce: Callable[[Any], Any]) -> dict[str, Any]:
+    """How drop-ins of an ``fx.GraphModule`` are compiled again and copied: both would make it one of ``base`` alone."""
+    kept.replaced = captured = kept.replaced or base.forward
+
+    def recompile(self: nn.Module) -> Any:
+        kind = type(self)
+        made: Any = type(base.__name__, (base,), {"__module__": base.__module__})
+        self.__class__ = made
+        try:
+            return made.recompile(self)
+        finally:
+            self.__class__ = kind
+            kept.replaced = made.forward
+            kept.broken = "" if alike(made.forward, captured) else "its graph was changed"
+
+    def copied(self: nn.Module, memo: dict[int, Any]) -> nn.Module:
+        load, given, state = reduce(self)
+        memo[id(self)] = result = load(*given)
+        result.__setstate__(copy.deepcopy(state, memo))
+        return result
+
+    return {"recompile": recompile, "__deepcopy__": copied}
 
 
 def accept(
@@ -321,7 +359,7 @@ def accept(
         return None, f"it was captured for a call with {', '.join(program.names)}"
     leaves, tree = tree_flatten(values)
     if tree != program.tree:
-        return None, "the inputs are nested differently than at capture"
+        return None, "the inputs are nested differently than at capture, or keys of a dictionary come in another order"
     return match(program, module, leaves)
 
 

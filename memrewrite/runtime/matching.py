@@ -19,6 +19,31 @@ def gradients_now(module: nn.Module, tensors: Iterable[Tensor]) -> tuple[bool, .
     return (torch.is_grad_enabled(), *(t.requires_grad for t in itertools.chain(tensors, module.parameters())))
 
 
+def layouts_now(module: nn.Module, tensors: Iterable[Tensor]) -> tuple[tuple[int, ...], ...]:
+    """How each input, parameter and buffer lies in memory: its dimensions from the outermost, or with gaps its strides.
+
+    Those of other kinds (sparse ones, say) lie in no order.
+    """
+    every = itertools.chain(tensors, module.parameters(), module.buffers())
+    return tuple(_layout(tensor) if tensor.layout is torch.strided else () for tensor in every)
+
+
+def _layout(tensor: Tensor) -> tuple[int, ...]:
+    strides, step = tensor.stride(), 1
+    order = sorted(range(tensor.dim()), key=lambda dim: -strides[dim])
+    for dim in reversed(order):
+        if tensor.shape[dim] != 1 and strides[dim] != step:
+            return strides
+        step *= tensor.shape[dim]
+    return tuple(order)
+
+
+def one_tensor(leaves: list[Any]) -> tuple[tuple[int, int], ...]:
+    """The positions of tensors that are one object: that of each further one, after that of the first."""
+    firsts = [next(k for k, other in enumerate(leaves) if other is leaf) for leaf in leaves]
+    return tuple((k, i) for i, k in enumerate(firsts) if k != i and isinstance(leaves[i], Tensor))
+
+
 def values_of(module: nn.Module, program: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...] | None:
     """What a call of a drop-in gives the parameters that its program names, in order; None where it fills others.
 
@@ -31,6 +56,13 @@ def values_of(module: nn.Module, program: Any, args: tuple[Any, ...], kwargs: di
 def specs_of_tensors(leaves: Iterable[tuple[Any, ...]]) -> Iterator[tuple[Any, ...]]:
     """What a program says of the tensors among its inputs: type, kind of device and sizes."""
     return (spec for spec in leaves if spec[0] not in ("constant", "number"))
+
+
+def sizes_in(program: Any, tensors: Iterable[Tensor]) -> dict[str, int]:
+    """The named sizes of a call with these tensors."""
+    shapes = (spec[2] for spec in specs_of_tensors(program.leaves))
+    named = (zip(shape, tensor.shape, strict=True) for tensor, shape in zip(tensors, shapes, strict=True))
+    return {name: size for pairs in named for name, size in pairs if isinstance(name, str)}
 
 
 def numbers_of(
@@ -67,7 +99,7 @@ def match(program: Any, module: nn.Module, leaves: list[Any]) -> tuple[list[Tens
             continue
         dtype, device, shape = spec
         fits = isinstance(leaf, Tensor) and (leaf.device.type, leaf.dim()) == (device, len(shape))
-        if not fits or (leaf.dtype != dtype and not _cast_anyway(leaf, dtype)):
+        if not fits or (leaf.dtype != dtype and (program.types or not _cast_anyway(leaf, dtype))):
             return None, f"an input is {described(leaf)}, captured as {dtype} {tuple(shape)} on {device}"
         for size, expected in zip(leaf.shape, shape, strict=True):
             if isinstance(expected, str):
@@ -79,24 +111,32 @@ def match(program: Any, module: nn.Module, leaves: list[Any]) -> tuple[list[Tens
             elif size != expected:
                 return None, f"an input is {described(leaf)}, captured as {tuple(shape)}"
         tensors.append(leaf)
-    if any(leaves[i] is not leaves[k] for i, k in program.shared):
-        return None, "inputs are tensors of their own that were one tensor at capture, for which forward asks"
+    if program.shared is not None and program.shared != one_tensor(leaves):
+        return None, "it asks whether inputs are one tensor, and others are than at capture"
     if not program.fits(**sizes):
         shapes = ", ".join(dict.fromkeys([*map(sizes_of, tensors), *numbers]))
         return None, f"for inputs of {shapes} forward takes another path than at capture"
+    reason = _otherwise(program, module, tensors)
+    return (None, reason) if reason else (tensors, "")
+
+
+def _otherwise(program: Any, module: nn.Module, tensors: list[Tensor]) -> str:
+    """What a program depends on, besides sizes, that is otherwise in a call with these tensors; "" for nothing."""
     weight = next(module.parameters(), None)
     of_units: Guards | None = getattr(type(module), OWN).guards  # where the first one may not be gathered by now
     if weight is not None and weight.dtype != program.dtype and not (of_units and of_units.gathered):
-        return None, f"the parameters are {weight.dtype}, captured as {program.dtype}"
+        return f"the parameters are {weight.dtype}, captured as {program.dtype}"
     if program.divided and not divided(getattr(type(module), OWN).owners, program.divided):
-        return None, f"{program.divided} is whole, and was planned for after parallelize_module"
+        return f"{program.divided} is whole, and was planned for after parallelize_module"
     if program.autocast != "any":
         now = autocast_dtype(next((t.device.type for t in (weight, *tensors) if t is not None), "cpu"))
         if now != program.autocast:
-            return None, f"it depends on autocast, which casts to {now} now and to {program.autocast} at capture"
+            return f"it depends on autocast, which casts to {now} now and to {program.autocast} at capture"
     if program.gradients is not None and program.gradients != gradients_now(module, tensors):
-        return None, "it asks whether tensors need gradients, and others do now than at capture"
-    return tensors, ""
+        return "it asks whether tensors need gradients, and others do now than at capture"
+    if program.layouts is not None and program.layouts != layouts_now(module, tensors):
+        return "it asks how tensors lie in memory, and inputs or weights lie otherwise than at capture"
+    return ""
 
 
 def _cast_anyway(leaf: Tensor, dtype: torch.dtype) -> bool:

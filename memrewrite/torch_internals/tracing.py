@@ -265,18 +265,31 @@ def conditions_in_order(size: torch.SymInt) -> list[str]:
     So for those about strides, which are not asked where sizes are fixed, either.
     """
     environment = size.node.shape_env
-    with private_imports():
-        from torch.utils._sympy.printers import PythonPrinter
-
-    printer = PythonPrinter()
     strides = {
         symbol
         for symbol, sources in environment.var_to_sources.items()
         if any(".stride()" in each.name for each in sources)
     }
     conditions = (environment.replace(guard.expr) for guard in environment.guards)
-    texts = ["True" if strides & each.free_symbols else printer.doprint(each) for each in conditions]
-    return [text.replace("torch.sym_float(", "float(") for text in texts]  # sizes are numbers where these are looked at
+    return ["True" if strides & each.free_symbols else _printed(each) for each in conditions]
+
+
+def size_text(value: torch.SymInt | torch.SymFloat | torch.SymBool) -> str:
+    """What follows from sizes as a Python expression over their symbols."""
+    return _printed(value.node.shape_env.replace(value.node.expr))
+
+
+def follows_from_sizes(value: Any) -> bool:
+    """Whether a value is a number, or a truth, that varies with them."""
+    return type(value) in _FOLLOWING
+
+
+def _printed(expression: Any) -> str:
+    with private_imports():
+        from torch.utils._sympy.printers import PythonPrinter
+
+    text: str = PythonPrinter().doprint(expression)
+    return text.replace("torch.sym_float(", "float(")  # sizes are numbers where it is looked at
 
 
 def assumed_so_far(size: torch.SymInt) -> int:

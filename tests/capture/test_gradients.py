@@ -121,6 +121,20 @@ def test_a_question_that_changes_nothing_is_no_matter() -> None:
         assert torch.equal(plain(x), planned(x))
 
 
+@pytest.mark.parametrize("first", [asks_a_parameter, asks_whether_they_are_on])
+def test_in_eval_mode_it_is_planned_for_calls_without_gradients(first: Callable[[Net, Tensor], Tensor]) -> None:
+    torch.manual_seed(0)
+    model, x = Net(first).eval(), torch.randn(8, WIDTH)
+    planned = memrewrite.optimize(copy.deepcopy(model), x, budget="min")
+    assert memrewrite.report_of(planned).changed
+    with torch.no_grad():
+        assert torch.equal(model(x), planned(x))  # without a warning
+    for each in (model, planned):
+        each.requires_grad_(False)
+    with pytest.warns(FallbackWarning, match=SAID):
+        assert torch.equal(model(x), planned(x))
+
+
 def test_it_survives_copies() -> None:
     plain, planned, x = made(asks_the_input)
     with pytest.warns(FallbackWarning, match=SAID):

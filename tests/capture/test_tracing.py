@@ -1,13 +1,14 @@
 """What a model does only while it is traced, and what a trace asserts, must not reach the drop-in."""
 
 import contextlib
+import copy
 import warnings
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 
 import memrewrite
 from memrewrite.capture import capture
@@ -164,3 +165,22 @@ def test_no_code_is_made_of_a_graph_while_it_is_captured(monkeypatch: pytest.Mon
     captured = capture(model(bound), Inputs((x(),), {}), "export")
     assert len(captured.graph_module.graph.nodes) > 1
     assert not any(made)  # of an empty one, which tells the names that every graph has
+
+
+@pytest.mark.parametrize("asks", [False, True])
+def test_where_autocast_casts_inputs_may_be_of_another_type_unless_forward_asks_for_it(asks: bool) -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.Sequential(nn.Linear(8, 8), nn.Sigmoid(), nn.Linear(8, 8), nn.Sigmoid())
+
+        def forward(self, x: Tensor) -> Tensor:
+            result: Tensor = self.layers(x)
+            return result * 2 if asks and x.dtype == torch.bfloat16 else result
+
+    net, given = Net(), torch.randn(4, 8)
+    planned = memrewrite.optimize(copy.deepcopy(net), given, budget="min", amp=torch.bfloat16)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(net(given), planned(given))
+        with pytest.warns(FallbackWarning, match="captured as torch.float32") if asks else contextlib.nullcontext():
+            assert torch.equal(net(given.bfloat16()), planned(given.bfloat16()))
