@@ -48,7 +48,10 @@ def unspelled(kind: str) -> CaptureError:
         "(torch.export.register_dataclass with a serialized_type_name)"
     )
     if kind.endswith("Cache"):  # as transformers calls all of them
-        way_out = "do without a cache of keys and values, of which training has no use (model.config.use_cache = False)"
+        way_out = (
+            "do without a cache of keys and values, of which training has no use (model.config.use_cache = False, or "
+            "where models of several kinds are in one, model.config.get_text_config().use_cache = False)"
+        )
     return CaptureError(f"The graph holds a value of type {kind}, which cannot be written as source; {way_out}.")
 
 
