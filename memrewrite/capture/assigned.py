@@ -20,6 +20,7 @@ from memrewrite.capture.expressions import is_literal, literal
 from memrewrite.records.errors import CaptureError
 from memrewrite.runtime.differences import joined
 from memrewrite.runtime.guards import Reads
+from memrewrite.runtime.recorders import INSTALLED
 from memrewrite.state.attributes import Attributes
 from memrewrite.torch_internals.pytrees import tree_leaves
 from memrewrite.torch_internals.tracing import follows_from_sizes, size_text
@@ -53,6 +54,8 @@ class Assignments:
         found, lost = [], []
         for path, value in self.found:
             owner, _, name = path.rpartition(".")
+            if name == INSTALLED:  # which says that there are hooks
+                continue
             text = _text(value) if owner in modules else ""
             if text and _names(text) <= {*sizes, *_KNOWN}:
                 found.append((owner, name, text))

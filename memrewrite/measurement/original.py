@@ -49,7 +49,7 @@ def simulate_original(
 def original_simulated(
     model: nn.Module, inputs: Inputs, step: Step, workspace: int
 ) -> Iterator[Callable[[], Timeline]]:
-    """Gives what returns the timeline of the model as it is, by submodule; until that is asked, libraries set up.
+    """Gives what returns the timeline of the model as it is, by submodule; until it is asked, libraries set up.
 
     Raises what ``simulate_original`` raises.
     """

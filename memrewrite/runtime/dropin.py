@@ -278,7 +278,7 @@ def _subclass(base: type[nn.Module], program: Program, replaced: Forward | None)
             kept.follow(tensors)
             if kept.promise.budget is not None and not torch.compiler.is_compiling():
                 kept.check_call(program, tensors, (self, args, kwargs))
-            return _run(program, self, tensors, numbers_of(self, program, args, kwargs))
+            return _result_of(program, self, tensors, numbers_of(self, program, args, kwargs))
         reason = reason if tensors is None else "it was captured in eval mode, for calls under torch.no_grad()"
         if reason:
             call = None if torch.compiler.is_compiling() or _changed(self) else (self, args, kwargs)
@@ -310,7 +310,7 @@ def _subclass(base: type[nn.Module], program: Program, replaced: Forward | None)
 _NOT_OURS = "this object was not made by memrewrite.optimize but by a method of its class"
 
 
-def _run(program: Program, module: nn.Module, tensors: list[Tensor], numbers: list[tuple[str, float]]) -> Any:
+def _result_of(program: Program, module: nn.Module, tensors: list[Tensor], numbers: list[tuple[str, float]]) -> Any:
     """What the program gives, once it has set what forward sets."""
     result = program.run(module, *tensors, *(number for _, number in numbers))
     if program.sets is not None:

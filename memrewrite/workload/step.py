@@ -140,12 +140,13 @@ class Step:
 
     def make_optimizer(self, module: nn.Module) -> torch.optim.Optimizer | None:
         """The optimizer over the parameters that train and that it steps, or None where there is nothing to train."""
-        trained = {own_name(name): p for name, p in module.named_parameters() if p.requires_grad}
+        trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
         if self.mode == "inference" or self.optimizer is None or not trained:
             return None
-        here = [[trained.get(p) if isinstance(p, str) else p for p in group] for group in self.groups or ()]
+        names = {own_name(name): p for name, p in module.named_parameters() if p.requires_grad} if self.groups else {}
+        here = [[names.get(p) if isinstance(p, str) else p for p in group] for group in self.groups or ()]
         groups = [{"params": [parameter for parameter in group if parameter is not None]} for group in here]
-        made = one_of(self.optimizer(groups or list(trained.values())))
+        made = one_of(self.optimizer(groups or trained))
         return stepping_in_backward(made) if self.in_backward else made
 
     def begin(

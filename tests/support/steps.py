@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import memrewrite
 from memrewrite.capture import Captured, capture
-from memrewrite.search import regions
+from memrewrite.search import captured as capturing
 from memrewrite.simulate.fake.copier import tensors_of
 from memrewrite.torch_internals.pytrees import tree_leaves, tree_map
 from memrewrite.workload.step import Inputs
@@ -82,7 +82,7 @@ def assert_right(
         captured.append(capture(*given, **how))
         return captured[-1]
 
-    with mock.patch.object(regions, "capture", kept):  # which takes longest, and is the same for both
+    with mock.patch.object(capturing, "capture", kept):  # which takes longest, and is the same for both
         optimized = memrewrite.optimize(original, first.args, example_kwargs=first.kwargs, **wished)
     values = {id(tensor) for tensor in itertools.chain(original.parameters(), original.buffers())}
     if len(captured) == 1 and all(id(tensor) in values for tensor in tensors_of(original)):  # each is put back below
