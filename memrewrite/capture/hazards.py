@@ -102,9 +102,8 @@ def check(model: nn.Module, inputs: Inputs) -> Findings:
         identity = rehearsal.differs_where_inputs_are_one(first)
         asks = bool(about_gradients) or first.asks_of_gradients
         gradients = asks and rehearsal.differs_where_gradients_are_switched(first)
-    notes = () if counted is None else (COUNTED.format(name=name, place=counted),)
     return Findings(
-        notes=(*_notes(name, rehearsal, first, checkpoints), *notes),
+        notes=tuple(_notes(name, rehearsal, first, checkpoints, counted)),
         export_loses=_lost(rehearsal, first, checkpoints),
         asks=asked[0] if asked else "",
         exact=not rehearsal.asked,
@@ -122,7 +121,9 @@ def check(model: nn.Module, inputs: Inputs) -> Findings:
     )
 
 
-def _notes(name: str, rehearsal: "_Rehearsal", first: Watch, checkpoints: Collection[str]) -> Iterator[str]:
+def _notes(
+    name: str, rehearsal: "_Rehearsal", first: Watch, checkpoints: Collection[str], counted: str | None
+) -> Iterator[str]:
     if checkpoints:
         yield "The model's own torch.utils.checkpoint calls are replaced by the plan."
     if rehearsal.functions:
@@ -130,6 +131,8 @@ def _notes(name: str, rehearsal: "_Rehearsal", first: Watch, checkpoints: Collec
         yield f"What stays a call as the model makes it, with its own backward: {names}."
     if place := rehearsal.decided_by_values(first):
         yield _DECIDED.format(name=name, place=place)
+    if counted is not None:
+        yield COUNTED.format(name=name, place=counted)
 
 
 def refuse_kept(model: nn.Module, inputs: Inputs, functions: Sequence[type], other: Callable[[Inputs], Inputs]) -> None:

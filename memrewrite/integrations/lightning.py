@@ -11,7 +11,6 @@ the result to ``fit``.
 """
 
 import contextlib
-import warnings
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
@@ -27,14 +26,13 @@ from memrewrite.api import optimize
 from memrewrite.integrations.calls import first_call
 from memrewrite.integrations.longest import Asked, largest_batch, planned_for
 from memrewrite.integrations.loops import LIGHTNING
-from memrewrite.measurement.passes import BEYOND, Waiting
+from memrewrite.integrations.told import tell_of_calls
+from memrewrite.measurement.passes import Waiting
 from memrewrite.measurement.snapshot import State, cuda_devices
-from memrewrite.optimizing.by_size import noted
-from memrewrite.records.attached import attach, report_of
+from memrewrite.records.attached import report_of
 from memrewrite.records.errors import UsageError
 from memrewrite.records.mesh import Ddp
 from memrewrite.records.report import Report
-from memrewrite.runtime.promise import BeyondPlanWarning
 from memrewrite.state.random_state import preserved_rng
 from memrewrite.torch_internals.fsdp_states import is_sharded
 from memrewrite.workload.optimizers import groups_in
@@ -107,11 +105,9 @@ class Optimize(Callback):  # type: ignore[misc]  # Lightning is not there while 
         self._waiting.remove()
         self._waiting = None
         if self._calls > 1:
-            told = BEYOND.format(loop="training_step", path=self.path, calls=self._calls)
             result = self._submodule(pl_module)
-            self.report = noted(report_of(result), told, result)
-            attach(self.report, result)
-            warnings.warn(told, BeyondPlanWarning, stacklevel=2)
+            tell_of_calls(result, "training_step", self.path, self._calls)
+            self.report = report_of(result)
 
     def _largest(self, trainer: Trainer, pl_module: LightningModule, name: str) -> tuple[Any, str]:
         """The largest batch of texts, as Lightning hands it on, None for the first batch; and in words what it is."""

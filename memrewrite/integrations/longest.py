@@ -12,8 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Subset
 
-from memrewrite.optimizing.by_size import noted
-from memrewrite.records.attached import attach, report_of
+from memrewrite.integrations.told import note
 from memrewrite.records.errors import UsageError
 from memrewrite.workload.step import Inputs
 
@@ -120,5 +119,4 @@ def planned_for(result: nn.Module, inputs: Inputs, name: str, why: str) -> None:
     tokens = inputs.kwargs.get(name, next(iter(inputs.tensors()), None))
     if not isinstance(tokens, Tensor) or tokens.is_floating_point():
         return
-    note = f"Planned for {name} of {tuple(tokens.shape)}, {why}."
-    attach(noted(report_of(result), note, result), result)
+    note(result, f"Planned for {name} of {tuple(tokens.shape)}, {why}.")

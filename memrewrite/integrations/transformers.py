@@ -9,7 +9,6 @@ pass: to most causal language models also ``num_items_in_batch``, which is of no
 """
 
 import contextlib
-import warnings
 from collections.abc import Iterator, Mapping
 from functools import partial
 from inspect import signature
@@ -24,13 +23,12 @@ from memrewrite.api import OptimizedModule, optimize
 from memrewrite.integrations.calls import first_call
 from memrewrite.integrations.longest import Asked, largest_batch, planned_for
 from memrewrite.integrations.loops import trainer_loop
-from memrewrite.measurement.passes import BEYOND, Waiting
-from memrewrite.optimizing.by_size import noted
-from memrewrite.records.attached import attach, report_of
+from memrewrite.integrations.told import note, tell_of_calls
+from memrewrite.measurement.passes import Waiting
+from memrewrite.records.attached import report_of
 from memrewrite.records.errors import UsageError
 from memrewrite.records.mesh import Ddp
 from memrewrite.runtime.dropin import programs
-from memrewrite.runtime.promise import BeyondPlanWarning
 from memrewrite.state.attributes import Attributes
 from memrewrite.state.containers import contents, is_container, put_back
 from memrewrite.state.random_state import preserved_rng
@@ -132,9 +130,7 @@ class _Calls(TrainerCallback):  # type: ignore[misc]  # as above
         self._waiting.remove()
         self._waiting = None
         if self._calls > 1:
-            told = BEYOND.format(loop="compute_loss", path=type(self._result).__name__, calls=self._calls)
-            attach(noted(report_of(self._result), told, self._result), self._result)
-            warnings.warn(told, BeyondPlanWarning, stacklevel=2)
+            tell_of_calls(self._result, "compute_loss", type(self._result).__name__, self._calls)
 
 
 def _optimized(trainer: Trainer, longest: int | None, options: dict[str, Any]) -> OptimizedModule:
@@ -147,13 +143,13 @@ def _optimized(trainer: Trainer, longest: int | None, options: dict[str, Any]) -
     planned_for(result, call, name, why)
     batch = batches[0][0] if isinstance(batches[0][0], Mapping) else ()
     if numbers := [key for key in _fixed(result, call.kwargs) if key in batch]:
-        note = (
+        told = (
             f"Batches in which {', '.join(numbers)} are other numbers run the original forward; let the collator leave "
         )
-        attach(noted(report_of(result), f"{note}them out where forward does not need them.", result), result)
+        note(result, f"{told}them out where forward does not need them.")
     if "loss_fn" not in options and _computes_another(trainer) and not {*trainer.label_names} & {*call.kwargs}:
-        note = f"{type(trainer).__name__}.compute_loss gives the model no labels, and its loss is not in the step; "
-        attach(noted(report_of(result), f"{note}give it as loss_fn.", result), result)
+        told = f"{type(trainer).__name__}.compute_loss gives the model no labels, and its loss is not in the step; "
+        note(result, f"{told}give it as loss_fn.")
     trainer.add_callback(_Calls(result))
     return result
 

@@ -7,11 +7,6 @@ from torch import nn
 
 from memrewrite.torch_internals.pytrees import tensors_in
 
-BEYOND = (
-    "{loop} calls {path} {calls} times before backward, which takes more than the one call that was planned; "
-    "optimize a module whose forward makes all of these calls."
-)
-"""What is said of a loop that does so."""
 _KEY = "memrewrite: a pass"
 
 

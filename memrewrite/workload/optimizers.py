@@ -92,6 +92,13 @@ def groups_in(optimizers: Sequence[torch.optim.Optimizer], model: nn.Module, bes
     return tuple(tuple(known[id(each)] for each in group if id(each) in known) for group in groups)
 
 
+def param_groups(groups: Groups, model: nn.Module) -> list[dict[str, list[Tensor]]]:
+    """The same groups, for an optimizer of ``model``, of whose parameters those that train are in them."""
+    named = {own_name(name): parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    found = ([named.get(each) if isinstance(each, str) else each for each in group] for group in groups)
+    return [{"params": [parameter for parameter in group if parameter is not None]} for group in found]
+
+
 def parameters_in(groups: Iterable[Mapping[str, Any]]) -> list[Any]:
     """All parameters of an optimizer's groups."""
     return [parameter for group in groups for parameter in group["params"]]

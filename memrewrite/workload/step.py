@@ -27,7 +27,7 @@ from memrewrite.torch_internals.spread import computed_on, parts_of
 from memrewrite.workload.average import Average
 from memrewrite.workload.held import Targets, held_beside, held_by
 from memrewrite.workload.in_backward import stepping_in_backward, while_backward
-from memrewrite.workload.optimizers import Groups, OptimizerFactory, one_of, own_name
+from memrewrite.workload.optimizers import Groups, OptimizerFactory, one_of, own_name, param_groups
 
 if TYPE_CHECKING:
     from memrewrite.torch_internals.ddp import Replica
@@ -143,10 +143,7 @@ class Step:
         trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
         if self.mode == "inference" or self.optimizer is None or not trained:
             return None
-        names = {own_name(name): p for name, p in module.named_parameters() if p.requires_grad} if self.groups else {}
-        here = [[names.get(p) if isinstance(p, str) else p for p in group] for group in self.groups or ()]
-        groups = [{"params": [parameter for parameter in group if parameter is not None]} for group in here]
-        made = one_of(self.optimizer(groups or trained))
+        made = one_of(self.optimizer(trained if self.groups is None else param_groups(self.groups, module)))
         return stepping_in_backward(made) if self.in_backward else made
 
     def begin(

@@ -90,7 +90,8 @@ def _handed_on(step: Step, module: nn.Module, twin: nn.Module) -> Iterator[tuple
     parts = set[int]()
 
     def look(gradient: Tensor, key: int) -> None:
-        parts.update([key] if gradient.untyped_storage().nbytes() != gradient.nbytes else [])
+        if gradient.untyped_storage().nbytes() != gradient.nbytes:
+            parts.add(key)
 
     def hand_on(parameter: Tensor, fake: Tensor) -> None:
         if fake.grad is None and id(parameter) not in parts:
