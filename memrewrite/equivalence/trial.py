@@ -10,6 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from memrewrite.equivalence.attention import summing_in_order
 from memrewrite.records.tensor_like import strides_between
 from memrewrite.runtime.lazy_output import made_when_used
 from memrewrite.runtime.promise import FallbackWarning
@@ -65,13 +66,20 @@ EVERYTHING = Kept()
 
 @contextlib.contextmanager
 def deterministic() -> Iterator[None]:
-    """Deterministic algorithms where there are any; a fallback of the drop-in is an error; all settings come back."""
-    cudnn = torch.backends.cudnn
+    """Deterministic algorithms where there are any; a fallback of the drop-in is an error; all settings come back.
+
+    cuDNN's attention, whose backward adds up in any order, leaves its work to kernels that do not, where there are any:
+    see ``memrewrite.equivalence.attention``.
+    """
+    cudnn, attention = torch.backends.cudnn, torch.backends.cuda
     before = cudnn.deterministic, cudnn.benchmark
+    attends = attention.cudnn_sdp_enabled()
+    others = attention.flash_sdp_enabled() or attention.mem_efficient_sdp_enabled()
     algorithms = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     try:
         cudnn.deterministic, cudnn.benchmark = True, False
         torch.use_deterministic_algorithms(True, warn_only=True)
+        attention.enable_cudnn_sdp(attends and not others)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=r"(?s).*deterministic", category=UserWarning)
             warnings.simplefilter("error", FallbackWarning)
@@ -79,6 +87,7 @@ def deterministic() -> Iterator[None]:
     finally:
         cudnn.deterministic, cudnn.benchmark = before
         torch.use_deterministic_algorithms(algorithms[0], warn_only=algorithms[1])
+        attention.enable_cudnn_sdp(attends)
 
 
 def take_step(
@@ -105,7 +114,9 @@ def take_step(
 
         def observed_loss(output: Any) -> Tensor:
             _keep_output(record, output, kept)  # before the loss or a later operator can write it in place
-            return loss_fn(output)
+            loss = loss_fn(output)
+            sum_in_order(loss)
+            return loss
 
         def on_phase(phase: Phase) -> None:
             if phase == "backward":
@@ -114,7 +125,8 @@ def take_step(
         alone = replace(step.loop, ahead=0, average=False)  # what lies beside the step computes nothing
         observed = replace(step, loss_fn=observed_loss, loop=alone, mesh=None)
         loop = observed.begin(module, private, optimizer, Targets())
-        record["loss", "loss"] = kept.copy(loop.take(on_phase))
+        with summing_in_order() as sum_in_order:
+            record["loss", "loss"] = kept.copy(loop.take(on_phase))
         for parameter in step.left_in(module):  # to whose gradient a later step would add, in place
             parameter.grad = None
     _keep_state(record, module, devices, kept if optimizer is not None else replace(kept, parameters=False))

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from memrewrite.measurement.ahead import on_cpu
 from memrewrite.simulate.fake.copier import tensors_of
 from memrewrite.state.attributes import Attributes
 from memrewrite.state.random_state import RandomState
@@ -96,7 +97,7 @@ class State:
             return  # a sparse buffer is kept by reference: no module writes one in place
         storage: Any = tensor.untyped_storage()
         if id(storage) not in self._bytes:
-            saved = storage.clone() if self._near or storage.device.type == "cpu" else _on_cpu(storage)
+            saved = storage.clone() if self._near or storage.device.type == "cpu" else on_cpu(storage)
             self._bytes[id(storage)] = _Bytes(weakref.ref(storage), storage.device, saved)
 
     def restore(self) -> None:
@@ -118,7 +119,7 @@ class State:
     def bring_to_cpu(self) -> None:
         """Keep bytes on the CPU from now on, also those of what ``restarted`` made of this."""
         for kept in self._bytes.values():
-            kept.saved = kept.saved if kept.saved.device.type == "cpu" else _on_cpu(kept.saved)
+            kept.saved = kept.saved if kept.saved.device.type == "cpu" else on_cpu(kept.saved)
 
     def bring_back(self) -> None:
         """Keep bytes where they lie again, as far as there is room, if they were kept there before."""
@@ -169,12 +170,6 @@ def _lies_elsewhere(tensor: Tensor, alias: Tensor) -> bool:
         return False
     now, then = local_part(tensor), local_part(alias)
     return (now.data_ptr(), now.shape, now.stride()) != (then.data_ptr(), then.shape, then.stride())
-
-
-def _on_cpu(storage: Any) -> Any:
-    """A copy in memory that all threads have touched, without which one gets it page by page as it copies."""
-    memory: Any = torch.empty(storage.nbytes(), dtype=torch.uint8).zero_().untyped_storage()
-    return memory.copy_(storage)
 
 
 def cuda_devices(modules: tuple[nn.Module, ...], inputs: Inputs) -> tuple[torch.device, ...]:

@@ -12,6 +12,7 @@ from memrewrite.advice import infeasible
 from memrewrite.capture.returned import lazily, loss_alone
 from memrewrite.codegen.writer import generate
 from memrewrite.costs.profile import profile_on
+from memrewrite.measurement.ahead import copied_ahead
 from memrewrite.measurement.original import blaming, original_simulated
 from memrewrite.observe.effects import observe
 from memrewrite.optimizing.by_size import when_written
@@ -210,8 +211,10 @@ def _rewritten(
         return marked_inplace(_with_named(candidate, names), names), None
     progress("plan")
     original = limit.of(before)
+    bench = candidate.bench
     try:
-        found = fit_to_budget(candidate, limit, original, names)
+        with copied_ahead(bench.model) if bench.on_cuda else nullcontext():  # which is measured
+            found = fit_to_budget(candidate, limit, original, names)
     except KeyboardInterrupt:
         best = best_so_far(candidate, limit, original, names, offer)
         if best is None:

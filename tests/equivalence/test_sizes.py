@@ -7,7 +7,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import memrewrite
 from memrewrite.equivalence import judging, kernels, verifying
@@ -224,38 +223,3 @@ def test_cudnn_plans_convolutions_on_cuda(
     assert kernels._plans_convolutions(case) == expected
     with torch.backends.cudnn.flags(enabled=False):
         assert not kernels._plans_convolutions(case)
-
-
-class Attending(nn.Module):
-    """Attention within each sequence."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.project = nn.Linear(4, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.project(functional.scaled_dot_product_attention(x, x, x))
-        return y * y.sigmoid()
-
-
-@pytest.mark.parametrize(
-    ("device", "model", "expected"),
-    [("cuda", Attending(), True), ("cuda", nn.Sequential(nn.Linear(4, 4), nn.ReLU()), False), ("", Attending(), False)],
-)
-def test_cudnn_plans_attention_on_cuda(
-    device: str, model: nn.Module, expected: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Where it alone may compute it, it has to."""
-    x = torch.randn(4, 2, 8, 4)
-    result = memrewrite.optimize(model, x, budget="min", verify=False)
-    case = Case(model, result, Inputs((x,), {}), Step(), 1, 0, tuple(map(torch.device, filter(None, [device]))))
-    monkeypatch.setattr(torch.backends.cudnn, "is_available", lambda: True)
-    flags: Any = torch.backends.cuda
-    assert kernels._plans_attention(case) == expected
-    with kernels.without_other_kernels(case, case.inputs) as spared:
-        assert flags.cudnn_sdp_enabled() != expected
-    assert flags.cudnn_sdp_enabled()
-    assert spared == ["cuDNN's attention"] * expected
-    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
-        assert not flags.flash_sdp_enabled()
-        assert not kernels._plans_attention(case)

@@ -19,7 +19,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from memrewrite.measurement import snapshot
+from memrewrite.measurement import ahead
 from memrewrite.measurement.measuring import Loader, measure, measure_in_child, out_of_memory, preserved_state
 from memrewrite.process import child
 from memrewrite.records.errors import CaptureError, MeasurementError, TargetError, UsageError
@@ -141,7 +141,7 @@ def test_resized_storage_is_put_back() -> None:
 
 def test_what_waits_on_the_cpu_is_put_back_bit_for_bit() -> None:
     storage = torch.randn(1000).untyped_storage()
-    saved = snapshot._on_cpu(storage)
+    saved = ahead.on_cpu(storage)
     assert saved.nbytes() == storage.nbytes()
     assert saved.data_ptr() != storage.data_ptr()
     assert bytes(saved) == bytes(storage)
