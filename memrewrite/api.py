@@ -86,7 +86,9 @@ def optimize(
     names = pass_names(passes)
     asked = Request(budget, reserved, device, regions, names, exact, compiled, verify, strict, seed, dynamic, returns)
     asked.check(inner)
-    work = workload(inner, example_inputs, example_kwargs, optimizer, loss_fn, amp, mode, micro_batches, loop, of_mesh)
+    work = workload(
+        inner, example_inputs, example_kwargs, optimizer, loss_fn, amp, mode, micro_batches, loop, of_mesh, model
+    )
     work = replace(work, step=stepping(work.step, inner, optimizer_step))
     return _given(planned(work, asked, store_in(cache), progress, given=model), model, optimizer, work.step)
 
@@ -129,7 +131,9 @@ def measure(
     meant.
     """
     inner, of_mesh = unwrapped(model, mesh)
-    work = workload(inner, example_inputs, example_kwargs, optimizer, loss_fn, amp, mode, micro_batches, loop, of_mesh)
+    work = workload(
+        inner, example_inputs, example_kwargs, optimizer, loss_fn, amp, mode, micro_batches, loop, of_mesh, model
+    )
     refuse_meta(work.inputs, inner)
     step = replace(work.step, target=CompiledTarget()) if compiled else work.step
     with work.context:

@@ -233,5 +233,6 @@ def _place(captured: Captured, leaves: Sequence[Any], loss_of: Callable[[Any], T
 def _like(leaf: Any) -> Tensor:
     """A tensor of its shape, without memory unless it is one number: a cache looks at what it is made of again."""
     value = leaf.meta.get("val") if isinstance(leaf, fx.Node) else None
-    shaped = isinstance(value, Tensor) and value.dim() > 0
-    return torch.empty([*map(int, value.shape)], device="meta") if shaped else torch.zeros((), device="cpu")
+    if isinstance(value, Tensor) and value.dim() > 0:
+        return torch.empty([*map(int, value.shape)], device="meta")
+    return torch.zeros((), device="cpu")
