@@ -82,12 +82,12 @@ def optimize(
     plans (False: not). The result shares every Parameter and buffer with ``model``, is of its class, has its hooks and
     ``.report``, or is ``model``, where nothing is gained. ``progress`` is told stages. Raises ``MemrewriteError``s.
     """
-    inner, of_mesh = unwrapped(model, mesh, together=True)
+    bare, on = unwrapped(model, mesh, together=True)
     names = pass_names(passes)
     asked = Request(budget, reserved, device, regions, names, exact, compiled, verify, strict, seed, dynamic, returns)
-    asked.check(inner)
-    work = workload(inner, example_inputs, example_kwargs, optimizer, loss_fn, amp, mode, micro_batches, loop, of_mesh)
-    work = replace(work, step=stepping(work.step, inner, optimizer_step))
+    asked.check(bare)
+    work = workload(bare, example_inputs, example_kwargs, optimizer, loss_fn, amp, mode, micro_batches, loop, on, model)
+    work = replace(work, step=stepping(work.step, bare, optimizer_step))
     return _given(planned(work, asked, store_in(cache), progress, given=model), model, optimizer, work.step)
 
 
@@ -129,7 +129,9 @@ def measure(
     meant.
     """
     inner, of_mesh = unwrapped(model, mesh)
-    work = workload(inner, example_inputs, example_kwargs, optimizer, loss_fn, amp, mode, micro_batches, loop, of_mesh)
+    work = workload(
+        inner, example_inputs, example_kwargs, optimizer, loss_fn, amp, mode, micro_batches, loop, of_mesh, model
+    )
     refuse_meta(work.inputs, inner)
     step = replace(work.step, target=CompiledTarget()) if compiled else work.step
     with work.context:

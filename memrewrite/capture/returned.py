@@ -222,9 +222,17 @@ def _place(captured: Captured, leaves: Sequence[Any], loss_of: Callable[[Any], T
     only = leaves[0].meta.get("val") if len(leaves) == 1 and isinstance(leaves[0], fx.Node) else None
     if isinstance(only, Tensor) and only.dim() == 0:
         return 0
-    marks = [torch.zeros((), device="cpu") for _ in leaves]
+    marks = [_like(leaf) for leaf in leaves]
     try:
         found = loss_of(tree_unflatten(marks, captured.output_tree))
     except Exception:  # whatever a function says of other numbers than it is for
         return None
     return next((i for i, mark in enumerate(marks) if mark is found), None)
+
+
+def _like(leaf: Any) -> Tensor:
+    """A tensor of its shape, without memory unless it is one number: a cache looks at what it is made of again."""
+    value = leaf.meta.get("val") if isinstance(leaf, fx.Node) else None
+    if isinstance(value, Tensor) and value.dim() > 0:
+        return torch.empty([*map(int, value.shape)], device="meta")
+    return torch.zeros((), device="cpu")

@@ -74,12 +74,14 @@ def estimate(
     Raises ``CaptureError`` where the model fails on the inputs, ``DataDependentError`` where such a step is for CUDA,
     ``UsageError``, and what ``measure.predict`` raises.
     """
-    model, of_mesh = unwrapped(model, mesh)
+    given, (model, of_mesh) = model, unwrapped(model, mesh)
     refuse_compiled(model)
     refuse_scripted(model)
     if programs(model):  # the copy of it that is simulated would run the original
         raise UsageError("The model is already optimized: its report has the figures, memrewrite.measure takes them.")
-    work = workload(model, example_inputs, example_kwargs, optimizer, loss_fn, amp, mode, micro_batches, loop, of_mesh)
+    work = workload(
+        model, example_inputs, example_kwargs, optimizer, loss_fn, amp, mode, micro_batches, loop, of_mesh, given
+    )
     refuse_laid_out(work.inputs, model)
     wanted, target = _planned_for(model, work.inputs, device)
     refuse_sharded(model)

@@ -234,6 +234,13 @@ def _load(base: type[nn.Module], source: str, replaced: Forward | None = None) -
     return _empty(base, program_from(source), replaced)
 
 
+def _load_graphs(plain: nn.Module, source: str) -> nn.Module:
+    """What pickle calls where the class is that of one ``fx.GraphModule``, which is given as it is without us."""
+    made = _load(type(plain), source)
+    vars(made).update(vars(plain))
+    return made
+
+
 def _empty(base: type[nn.Module], program: Program, replaced: Forward | None) -> nn.Module:
     return object.__new__(_subclass(base, program, replaced))
 
@@ -303,7 +310,7 @@ def _subclass(base: type[nn.Module], program: Program, replaced: Forward | None)
     graphs = of_graphs(kept, base, reduce) if issubclass(base, GraphModule) else {}
     members = {"forward": forward, "__reduce_ex__": reduce, "__setstate__": restore, "_memrewrite": program, OWN: kept}
     names = {"__module__": base.__module__, "__qualname__": base.__qualname__}
-    kept.kind = type(base.__name__, (base,), {**graphs, **members, **names})
+    kept.kind = type(base.__name__, (base,), {**members, **graphs, **names})
     return kept.kind
 
 
@@ -322,8 +329,10 @@ def _result_of(program: Program, module: nn.Module, tensors: list[Tensor], numbe
 def of_graphs(kept: Own, base: type[nn.Module], reduce: Callable[[Any], Any]) -> dict[str, Any]:
     """How drop-ins of an ``fx.GraphModule`` are compiled again and copied: both would make it one of ``base`` alone."""
     kept.replaced = captured = kept.replaced or base.forward
+    changed = False
 
     def recompile(self: nn.Module) -> Any:
+        nonlocal changed
         kind = type(self)
         made: Any = type(base.__name__, (base,), {"__module__": base.__module__})
         self.__class__ = made
@@ -332,7 +341,9 @@ def of_graphs(kept: Own, base: type[nn.Module], reduce: Callable[[Any], Any]) ->
         finally:
             self.__class__ = kind
             kept.replaced = made.forward
-            kept.broken = "" if alike(made.forward, captured) else "its graph was changed"
+            if changed or not kept.broken:  # not what was wrong before, as with the graph that this is a copy of
+                changed = not alike(made.forward, captured)
+                kept.broken = "its graph was changed" * changed
 
     def copied(self: nn.Module, memo: dict[int, Any]) -> nn.Module:
         load, given, state = reduce(self)
@@ -340,7 +351,13 @@ def of_graphs(kept: Own, base: type[nn.Module], reduce: Callable[[Any], Any]) ->
         result.__setstate__(copy.deepcopy(state, memo))
         return result
 
-    return {"recompile": recompile, "__deepcopy__": copied}
+    def pickled(self: nn.Module, protocol: Any = None) -> Any:
+        _, (_, source, _), (_, *carried) = reduce(self)
+        plain = object.__new__(base)  # whose class is found under no name: PyTorch makes it again of its code
+        vars(plain).update(vars(self))
+        return _load_graphs, (plain, source), ({}, *carried)
+
+    return {"recompile": recompile, "__deepcopy__": copied, "__reduce_ex__": pickled}
 
 
 def accept(

@@ -283,7 +283,8 @@ def real_rules_on_fake_tensors() -> Iterator[None]:
     Grouped matrix products: the rule for their shapes takes bfloat16 alone, though the kernels take float32, too.
     ``module.to(...)`` in forward: parameters are swapped with their converted twins, which fails for those that weak
     references point to, as they do to fake ones; where nothing is to convert nothing is swapped. Waiting for a
-    collective: the rule gives a new tensor, though what comes is the tensor that was waited for.
+    collective: the rule gives a new tensor, though what comes is the tensor that was waited for. A view that cannot be:
+    the rule raises a ValueError, where forward may catch the RuntimeError of real tensors.
     """
     operator = torch.ops.aten._grouped_mm.default
     swap: Any = torch.utils.swap_tensors
@@ -298,7 +299,15 @@ def real_rules_on_fake_tensors() -> Iterator[None]:
         if not fake or old.dtype != new.dtype or old.untyped_storage() is not new.untyped_storage():
             swap(old, new)
 
-    rules: dict[Any, Any] = {operator: shaped}
+    view = _FAKE_RULES[torch.ops.aten.view.default]
+
+    def viewed(*args: Any) -> Any:
+        try:
+            return view(*args)
+        except ValueError as error:
+            raise RuntimeError(str(error)) from error
+
+    rules: dict[Any, Any] = {operator: shaped, torch.ops.aten.view.default: viewed}
     if hasattr(torch.ops._c10d_functional, "wait_tensor"):  # where PyTorch is built with torch.distributed
         rules[torch.ops._c10d_functional.wait_tensor.default] = lambda mode, func, tensor: tensor
     with (

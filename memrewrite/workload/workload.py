@@ -16,6 +16,7 @@ from memrewrite.records.errors import UsageError
 from memrewrite.records.loop import TUTORIAL, Loop
 from memrewrite.records.mesh import Mesh
 from memrewrite.runtime.differences import has_parts
+from memrewrite.torch_internals.fsdp_states import is_sharded
 from memrewrite.torch_internals.pytrees import tensors_in, tree_leaves
 from memrewrite.torch_internals.spread import is_sparse_or_nested
 from memrewrite.workload.held import held_beside, held_by
@@ -65,8 +66,9 @@ def workload(
     micro_batches: int = 1,
     loop: str | Loop = TUTORIAL,
     mesh: Mesh | None = None,
+    given: nn.Module | None = None,
 ) -> Workload:
-    """The workload that the arguments of ``optimize`` and the like mean.
+    """The workload that the arguments of ``optimize`` and the like mean, for what ``model`` was ``given`` as.
 
     Raises ``UsageError`` for names and numbers that mean nothing, and for a mode the model is not in.
     """
@@ -75,7 +77,8 @@ def workload(
         raise UsageError(f"example_kwargs is {_kind(example_kwargs)}; give a dictionary of arguments by name.")
     _refuse_lazy(model)
     _refuse_wrapped(model)
-    step = make_step(model, optimizer, loss_fn, amp, mode, micro_batches, loop, mesh)
+    stepped = given if given is not None and is_sharded(given) else model
+    step = make_step(model, optimizer, loss_fn, amp, mode, micro_batches, loop, mesh, stepped)
     inputs = Inputs(args, dict(example_kwargs or {}))
     _refuse_unseen(inputs)
     return Workload(model, inputs, step)
@@ -90,13 +93,14 @@ def make_step(
     micro_batches: int = 1,
     loop: str | Loop = TUTORIAL,
     mesh: Mesh | None = None,
+    stepped: nn.Module | None = None,
 ) -> Step:
-    """The step of a ``workload``."""
+    """The step of a ``workload``; where the model is a copy, optimizers have parameters of what is ``stepped``."""
     if loss_fn is not None and (not callable(loss_fn) or isinstance(loss_fn, type)):
         raise UsageError(
             f"loss_fn is {_kind(loss_fn)}; give a function of the output, lambda output: criterion(output, target) say."
         )
-    stepped = _stepped(model, optimizer, loss_fn)
+    how_stepped = _stepped(stepped or model, optimizer, loss_fn)
     if amp not in (None, torch.bfloat16, torch.float16) and not isinstance(amp, str):
         raise UsageError(f"amp={amp!r} is no type that autocast computes in; give 'bf16' or 'fp16'.")
     if not isinstance(micro_batches, Integral):  # NumPy's are some
@@ -116,7 +120,7 @@ def make_step(
     kind = amp_dtype(amp) if isinstance(amp, str) else amp
     mesh = None if mesh is None else mesh.of_mode(now)
     how: dict[str, Any] = {"micro_batches": int(micro_batches), "loop": Loop.parse(loop), "mesh": mesh}
-    return checked(Step(now, loss_fn=loss_fn, amp=kind, **how, **stepped))
+    return checked(Step(now, loss_fn=loss_fn, amp=kind, **how, **how_stepped))
 
 
 def _stepped(model: nn.Module, optimizer: Optimizer, loss_fn: Callable[[Any], Tensor] | None) -> dict[str, Any]:

@@ -84,6 +84,21 @@ def test_compiled_calls_ask_too() -> None:
         assert torch.equal(plain(x.to(memory_format=LAST)), compiled(x.to(memory_format=LAST)))
 
 
+def test_a_view_that_cannot_be_may_be_caught() -> None:
+    class Caught(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            hidden = super().forward(x).transpose(1, 3)
+            try:
+                return hidden.view(-1)
+            except RuntimeError:
+                return hidden.reshape(-1)
+
+    model, x = Caught(never), torch.randn(4, 3, 12, 12)
+    planned = memrewrite.optimize(copy.deepcopy(model), x, budget="min")
+    assert memrewrite.report_of(planned).changed
+    assert torch.equal(model(x), planned(x))  # without a warning
+
+
 def test_where_a_tensor_begins_is_refused() -> None:
     model = Net(lambda x: x.storage_offset() > 0)
     with pytest.raises(CaptureError, match=r"asks where in its memory a tensor begins \(at test_layouts.py:\d+\)"):

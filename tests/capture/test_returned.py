@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
+from torch.utils._pytree import register_pytree_node
 from torch.utils.checkpoint import checkpoint
 
 import memrewrite
@@ -46,6 +47,25 @@ class Spoken(NamedTuple):
 
     loss: Tensor
     logits: Tensor | None = None
+
+
+class Past:
+    """A cache that puts together what it is made of, as that of transformers does."""
+
+    def __init__(self, states: Tensor | None) -> None:
+        self.states = states if states is None else torch.cat([states[..., :0], states], dim=-1)
+
+
+register_pytree_node(
+    Past,
+    lambda past: ([past.states], None),
+    lambda states, _: Past(*states),
+    serialized_type_name="tests.capture.test_returned.Past",
+)
+
+
+def with_past(loss: Tensor, logits: Tensor) -> Any:
+    return {"past": Past(logits), "loss": loss}
 
 
 def as_dict(loss: Tensor, logits: Tensor) -> Any:
@@ -150,6 +170,14 @@ def test_it_lets_the_logits_never_exist(way: str, returns: str, monkeypatch: pyt
     with_them = memrewrite.report_of(planned(way, budget="min", returns="all"))
     assert report.predicted_after.peak < with_them.predicted_after.peak - logits
     assert any("returns='loss' leaves them out" in reason for _, _, reason in with_them.refusals)
+
+
+def test_a_cache_beside_the_loss_is_left_out() -> None:
+    model, given = Speaker(with_past), {"labels": tokens()}
+    result = memrewrite.optimize(copy.deepcopy(model), tokens(), example_kwargs=given, returns="loss")
+    output = result(tokens(), **given)
+    assert output["past"].states is None
+    assert torch.equal(output["loss"], model(tokens(), **given)["loss"])
 
 
 def test_another_way_through_forward_returns_everything() -> None:

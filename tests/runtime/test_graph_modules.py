@@ -1,6 +1,7 @@
 """Models that are an ``fx.GraphModule``, as torchvision's feature extractors are: they compile their forward again."""
 
 import copy
+import pickle
 from typing import Any
 
 import pytest
@@ -59,14 +60,18 @@ def test_what_is_compiled_again_runs_the_program() -> None:
     assert programs(planned)
 
 
-def test_another_graph_runs_as_it_is() -> None:
-    plain, planned, x = made()
-    before = planned.graph
-    for model in (plain, planned):
-        model.graph = changed = copy.deepcopy(before)
+def change(*models: Any) -> None:
+    for model in models:
+        model.graph = changed = copy.deepcopy(model.graph)
         scaled = next(node for node in changed.nodes if 2 in node.args)
         scaled.args = (scaled.args[0], 3)
         model.recompile()
+
+
+def test_another_graph_runs_as_it_is() -> None:
+    plain, planned, x = made()
+    before = planned.graph
+    change(plain, planned)
     with pytest.warns(FallbackWarning, match="its graph was changed"):
         assert_alike(plain, planned, x)
     planned.graph = before
@@ -78,6 +83,25 @@ def test_copies_run_the_program() -> None:
     copied = copy.deepcopy(planned)
     assert programs(copied)
     assert_alike(plain, copied, x)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))], ids=["copy", "pickle"])
+def test_copies_of_another_graph_stay_as_they_are(copied: Any) -> None:
+    plain, planned, x = made()
+    change(plain, planned)
+    again = copied(planned)
+    again.recompile()
+    with pytest.warns(FallbackWarning, match="its graph was changed"):
+        assert_alike(plain, again, x)
+
+
+def test_what_is_pickled_runs_the_program() -> None:
+    plain, planned, x = made()
+    again = pickle.loads(pickle.dumps(planned))
+    assert programs(again)
+    again.recompile()
+    assert_alike(plain, again, x)  # without a warning
+    assert_alike(plain, pickle.loads(pickle.dumps(again)), x)
 
 
 def test_one_inside_may_be_compiled_again() -> None:

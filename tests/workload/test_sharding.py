@@ -212,6 +212,17 @@ def test_a_sharded_model_says_its_mesh() -> None:
 
 
 @pytest.mark.usefixtures("two_processes")
+def test_optimizers_step_the_parameters_that_they_have() -> None:
+    def told(*parts: str) -> int:
+        model = sharded(Net(8))
+        given = [torch.optim.Adam(model.get_submodule(part).parameters()) for part in parts]
+        return memrewrite.estimate(model, X, optimizer=given).peak.bytes
+
+    assert told("first", "second") == told("")
+    assert told("first") < told("")
+
+
+@pytest.mark.usefixtures("two_processes")
 def test_what_a_hook_of_pytorch_sends_is_held_until_backward_is_over() -> None:
     """As with the hook of ``tests/api/test_ddp.py``, which holds as much however soon it arrives."""
     peaks = []
