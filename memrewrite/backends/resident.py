@@ -10,7 +10,6 @@ later are not known yet: what they keep is taken to be as much more as they have
 import functools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
@@ -22,6 +21,7 @@ from memrewrite.simulate.memory.tracker import Tracker
 from memrewrite.targets.allocator import rounded
 from memrewrite.targets.layout import Layout, layout_of
 from memrewrite.targets.workspaces import measured
+from memrewrite.torch_internals.autograd_nodes import nodes_behind
 from memrewrite.torch_internals.compiling import real_tensors_of, saved_by
 from memrewrite.torch_internals.fake_tensors import FakeTensorMode
 from memrewrite.torch_internals.foreach import foreach_on_fake_tensors, not_compiling
@@ -190,17 +190,10 @@ def _behind(given: Iterable[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
     """What autograd keeps behind these tensors, and the leaves it ends in."""
     saved: list[Tensor] = []
     leaves: list[Tensor] = []
-    seen: set[Any] = set()
-    ahead = [tensor.grad_fn for tensor in given if tensor.grad_fn is not None]
-    while ahead:
-        node: Any = ahead.pop()
-        if node in seen:
-            continue
-        seen.add(node)
+    for node in nodes_behind(given):
         if (variable := getattr(node, "variable", None)) is not None:
             leaves.append(variable)
         saved += saved_by(node)
-        ahead += [each for each, _ in node.next_functions if each is not None]
     return saved, leaves
 
 

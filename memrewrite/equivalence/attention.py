@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from memrewrite.torch_internals.autograd_nodes import nodes_behind
+
 _ORDERED = ("ScaledDotProductFlashAttentionBackward", "ScaledDotProductEfficientAttentionBackward")
 """How the nodes of autograd's graph begin that do so."""
 
@@ -30,7 +32,7 @@ def summing_in_order() -> Iterator[Callable[[Any], None]]:
 
 
 def _sum_in_order(loss: Any) -> None:
-    for node in _nodes(loss.grad_fn) if isinstance(loss, Tensor) else ():
+    for node in nodes_behind([loss] if isinstance(loss, Tensor) else []):
         if node.name().startswith(_ORDERED):
             node.register_prehook(_strictly)
             node.register_hook(_warn_only)
@@ -42,15 +44,3 @@ def _strictly(*gradients: Any) -> None:
 
 def _warn_only(*gradients: Any) -> None:
     torch.use_deterministic_algorithms(True, warn_only=True)
-
-
-def _nodes(root: Any) -> Iterator[Any]:
-    """Those of the graph that leads to a node, each once."""
-    met, left = {root}, [root]
-    while left:
-        if (node := left.pop()) is None:
-            continue
-        yield node
-        new = {function for function, _ in node.next_functions} - met
-        met |= new
-        left += new

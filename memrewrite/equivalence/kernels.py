@@ -28,8 +28,8 @@ def without_other_kernels(case: Case, full: Inputs) -> Iterator[list[str]]:
     """At smaller sizes, kernels are made only where the user named these, or where they are not yet verified.
 
     Else the program alone is in question there: its kernels were verified as they are for the full size, and others
-    would be compiled, and convolutions planned by cuDNN, for sizes that nobody asked for. Gives what was
-    left out therefore, once it was.
+    would be compiled, and convolutions planned by cuDNN, for sizes that nobody asked for. Gives what was left out
+    therefore, once it was.
     """
     spared = list[str]()
     if any(place.named for place in varying(case.rewritten, full)) or cut_down(case.inputs, full):

@@ -42,6 +42,17 @@ def gives_gradient_of_leaf() -> bool:
     return any(function is not None and function.name().endswith("AccumulateGrad") for function in following)
 
 
+def nodes_behind(tensors: Iterable[torch.Tensor]) -> Iterator[Any]:
+    """The nodes of the graph that autograd has behind tensors, each once."""
+    seen: set[Any] = set()
+    ahead: list[Any] = [tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None]
+    while ahead:
+        if (node := ahead.pop()) not in seen:
+            seen.add(node)
+            yield node
+            ahead += [each for each, _ in node.next_functions if each is not None]
+
+
 def has_global_module_hooks() -> bool:
     """Whether hooks for every module are registered; there are functions to register them but none that asks."""
     return bool(torch.nn.modules.module._has_any_global_hook())

@@ -14,6 +14,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
+from memrewrite.torch_internals.autograd_nodes import nodes_behind
 from memrewrite.torch_internals.patches import process_wide
 from memrewrite.torch_internals.pytrees import tensors_in
 from memrewrite.torch_internals.subclasses import subclasses
@@ -52,17 +53,11 @@ def function_calls() -> Iterator[list[type]]:
 
 def functions_behind(output: Any) -> list[type]:
     """The custom ``autograd.Function`` classes in the autograd graph of what forward returned."""
-    queue = [leaf.grad_fn for leaf in tensors_in(output) if leaf.grad_fn is not None]
-    seen = set(queue)
     found: list[type] = []
-    while queue:
-        node = queue.pop()
+    for node in nodes_behind(tensors_in(output)):
         kind = getattr(node, "_forward_cls", None)  # only custom ones have it
         if kind is not None and not kind.__module__.startswith(_NOT_THE_MODELS):
             found.append(kind)
-        new = {child for child, _ in node.next_functions if child is not None} - seen
-        seen |= new
-        queue.extend(new)
     return found
 
 

@@ -10,6 +10,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from memrewrite.equivalence import attention
 from memrewrite.equivalence.trial import deterministic, take_step
+from memrewrite.torch_internals.autograd_nodes import nodes_behind
 from memrewrite.workload.step import Inputs, Step
 
 STRICT: list[bool] = []
@@ -91,5 +92,5 @@ def test_cudnn_leaves_attention_to_kernels_that_sum_in_one_order() -> None:
 def test_nodes_of_attention_are_called_so() -> None:
     """On the CPU, where it sums in one order anyway, as on CUDA."""
     q = torch.randn(1, 2, 4, 8, requires_grad=True)
-    names = [node.name() for node in attention._nodes(scaled_dot_product_attention(q, q, q).sum().grad_fn)]
+    names = [node.name() for node in nodes_behind([scaled_dot_product_attention(q, q, q).sum()])]
     assert [name for name in names if name.startswith("ScaledDotProductFlashAttention")]
