@@ -40,14 +40,13 @@ class Net(nn.Module):
 def get_inputs():
     return torch.ones(4, 8)
 """
-# Exit code, CPU seconds and whether torch was imported, of one command line that has the process to itself.
+# Exit code and whether torch was imported, of one command line that has the process to itself.
 ALONE = """
-import sys, time
+import sys
 from memrewrite.cli import run
 code = run(sys.argv[1:])
-print("REPORT", code, time.process_time(), "torch" in sys.modules)
+print("REPORT", code, "torch" in sys.modules)
 """
-SECONDS = 0.5
 FULL = Path("/dev/full")
 NO_SPACE = r"memrewrite: Standard output cannot be written: No space left on device.*\.\n"
 
@@ -119,9 +118,7 @@ def test_a_wrong_option_needs_no_torch(name: str, folder: Path) -> None:
     assert ran.stderr.startswith("memrewrite: ")
     assert sentence in ran.stderr
     assert ran.stderr.count("\n") == 1
-    code, seconds, imported = ran.stdout.split()[1:]
-    assert (code, imported) == ("2", "False")
-    assert float(seconds) < SECONDS
+    assert ran.stdout.split()[1:] == ["2", "False"]
 
 
 def test_what_is_known_before_torch_is_what_is_known_with_it() -> None:
