@@ -49,7 +49,8 @@ class Asked:
     """What is asked of a bench: ``limit`` means ``budget`` bytes, where the model as it is takes ``original`` of them.
 
     ``names`` are the passes that are allowed. Where the first plan for the lowest peak takes more than ``hopeless``
-    bytes, no other is looked for.
+    bytes, no other is looked for. With ``measures`` False candidates are judged by simulation, also where there is a
+    device.
     """
 
     bench: Bench
@@ -58,6 +59,7 @@ class Asked:
     original: int
     names: tuple[str, ...] | None
     hopeless: float = inf
+    measures: bool = True
 
     @property
     def reserve(self) -> int:
@@ -115,5 +117,5 @@ class Asked:
         return marked_inplace(without_needless_casts(candidate), self.names)
 
     def measured(self, candidate: Candidate) -> Measured | None:
-        """What the device says of a candidate, None without one."""
-        return self.bench.measure(candidate.build()) if self.bench.on_cuda else None
+        """What the device says of a candidate, None where it is not asked."""
+        return self.bench.measure(candidate.build()) if self.bench.on_cuda and self.measures else None

@@ -44,18 +44,31 @@ def limit_for(budget: str | int | Budget | None, reserved: bool, kind: str) -> B
 def fit_to_budget(candidate: Candidate, limit: Budget, original: int, names: tuple[str, ...] | None) -> Fit | Unmet:
     """Plan until the peak is within the budget, as it is measured on a GPU, else as it is simulated.
 
+    There what is found by simulation is measured, and where that takes more than the budget every plan before it, too.
     Plans are made by what is allocated; for a budget of reserved bytes by ever less, until what the allocator reserves
     is within it. Then it is simulated whether the plan trains, with smaller batches between, in a process that may
     reserve no more than those bytes, or than 2 % more than a budget of others; else lower ones are tried. A plan for
     ``torch.compile`` is measured compiled, and its reserved bytes are not known.
     """
-    budget = limit.resolve(original)
-    asked = Asked(candidate.bench, limit, budget or 0, original, names)
-    bench = candidate.bench
-    found = _compiled(asked, candidate) if bench.target.fuses else _with_lower(asked, candidate)
+    asked = Asked(candidate.bench, limit, limit.resolve(original) or 0, original, names)
+    if not (asked.bench.on_cuda and asked.bench.target.exact) or limit.reserved:
+        return _within(asked, candidate)
+    found = _within(replace(asked, measures=False), candidate)
     if isinstance(found, Unmet):
         return found
-    if budget is None or bench.target.fuses or bench.device != "cuda":
+    measured = asked.measured(found.candidate)
+    if measured is None or limit.minimum or measured.peak <= asked.budget:
+        return replace(found, measured=measured)
+    return _within(asked, candidate)
+
+
+def _within(asked: Asked, candidate: Candidate) -> Fit | Unmet:
+    """What there is within the budget, as it is returned."""
+    fuses = asked.bench.target.fuses
+    found = _compiled(asked, candidate) if fuses else _with_lower(asked, candidate)
+    if isinstance(found, Unmet):
+        return found
+    if asked.limit.minimum or fuses or asked.bench.device != "cuda":
         found = replace(found, candidate=asked.finished(found.candidate))
     else:
         found = under_cap(asked, found)
