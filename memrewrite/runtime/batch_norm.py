@@ -23,7 +23,7 @@ from memrewrite.runtime.segment import Kept, Recomputation, once
 _FORMULAS = (0, 1, 2)
 _SIMULATED = -1
 _POSSIBLE: dict[Any, tuple[int, ...]] = {}  # what formulas may be that of a shape, strides, type and device
-_IMAGES, _WINDOW = 8, 2**20  # at most, and about how many elements, to be compared at a time
+_WINDOW = 2**20  # elements that are compared at a time, at most
 _TILE = 2048  # elements that a program of the kernel takes
 
 
@@ -116,11 +116,16 @@ def _formula(result: Tensor, x: Tensor, statistics: list[Tensor], weight: Any, b
 
 
 def _windows(tensor: Tensor) -> Iterator[Tensor]:
-    """Parts of a tensor (N, C, ...), each of all channels and small beside the whole."""
-    positions = max(_WINDOW // (_IMAGES * tensor.shape[1]), 1)
-    for images in tensor.split(_IMAGES):
-        flat = images.reshape(*images.shape[:2], -1)
-        yield from (part.contiguous() for part in flat.split(positions, 2))
+    """Parts of a tensor (N, C, ...), each of all channels and small beside the whole.
+
+    They are images as they lie there, as the kernel takes them, unless one image is too large.
+    """
+    if images := _WINDOW // tensor[0].numel():
+        yield from tensor.split(images)
+        return
+    for image in tensor.split(1):
+        parts = image.reshape(*image.shape[:2], -1).split(max(_WINDOW // tensor.shape[1], 1), 2)
+        yield from (part.contiguous() for part in parts)
 
 
 @functools.cache
@@ -172,7 +177,7 @@ def apply_statistics(
     with torch.cuda.device_of(x):
         grid = (-(-rows // tall), -(-columns // wide))
         _kernel()[grid](
-            *tensors, rows, columns, x.shape[1], formula, rectified, by_row, tall, wide, enable_fp_fusion=False
+            *tensors, rows, columns, x.shape[1], formula, int(rectified), by_row, tall, wide, enable_fp_fusion=False
         )
     return result
 
@@ -182,10 +187,10 @@ def _kernel() -> Any:
     import triton
     import triton.language as tl
 
-    @triton.jit(do_not_specialize=["rows", "channels", "formula"])  # type: ignore[untyped-decorator]
+    @triton.jit(do_not_specialize=["rows", "channels", "formula", "rectified"])  # type: ignore[untyped-decorator]
     def kernel(  # type: ignore[no-untyped-def]
-        x_at, y_at, mean_at, invstd_at, weight_at, bias_at, rows, columns, channels, formula,
-        rectified: tl.constexpr, by_row: tl.constexpr, tall: tl.constexpr, wide: tl.constexpr,
+        x_at, y_at, mean_at, invstd_at, weight_at, bias_at, rows, columns, channels, formula, rectified,
+        by_row: tl.constexpr, tall: tl.constexpr, wide: tl.constexpr,
     ):  # fmt: skip
         row = tl.program_id(0) * tall + tl.arange(0, tall)[:, None]
         column = tl.program_id(1) * wide + tl.arange(0, wide)[None, :]
@@ -203,7 +208,7 @@ def _kernel() -> Any:
         else:
             factor, other, added = x - mean, scale, bias
         y = tl.fma(factor, tl.broadcast_to(other, factor.shape), tl.broadcast_to(added, factor.shape))
-        if rectified:
+        if rectified != 0:
             y = tl.where(y != y, y, tl.maximum(y, 0.0))
         tl.store(y_at + place, y.to(y_at.dtype.element_ty), mask=inside)
 

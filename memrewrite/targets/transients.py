@@ -22,6 +22,7 @@ from torch import Tensor
 
 from memrewrite.records.tensor_like import TensorLike
 from memrewrite.targets.kernels_ahead import CHAINED, Ahead
+from memrewrite.targets.normalizing import compiling
 from memrewrite.targets.set_up import SettingUp
 from memrewrite.torch_internals.allocations import Course, History, recorded_allocations
 from memrewrite.torch_internals.fake_tensors import FakeTensor
@@ -237,7 +238,7 @@ def _measured(device: torch.device, calls: Sequence[Call]) -> list[Taken]:
 
 
 def _setting_up(device: torch.device, calls: Sequence[Call]) -> SettingUp:
-    """Run once what sets libraries up, forward and backward side by side."""
+    """Run once what sets libraries up, forward and backward side by side; beside them, a kernel of ours is compiled."""
     forward, backward = list[Callable[[], object]](), list[Callable[[], object]]()
     for call in calls:
         if _sets_up(call[0]):
@@ -246,7 +247,7 @@ def _setting_up(device: torch.device, calls: Sequence[Call]) -> SettingUp:
                 backward.append(functools.partial(_in_backward, device, once))
             else:
                 forward.append(once)
-    return SettingUp(forward, backward)
+    return SettingUp(forward, backward, compiling(calls))
 
 
 def _sets_up(func: OpOverload) -> bool:

@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import math
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
@@ -207,6 +208,23 @@ LAYOUTS = {
     "sequences": ((16, 32, 100), torch.contiguous_format),
     "volumes": ((4, 8, 10, 12, 14), torch.channels_last_3d),
 }
+
+
+@pytest.mark.parametrize("window", [2**8, 2**13, 2**20])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_parts_to_compare_are_small_and_laid_out_like_the_whole(
+    layout: str, window: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shape, form = LAYOUTS[layout]
+    monkeypatch.setattr(runtime, "_WINDOW", window)
+    x = torch.arange(math.prod(shape), dtype=torch.float32).view(shape).contiguous(memory_format=form)
+    parts = list(runtime._windows(x))
+    assert torch.equal(torch.cat([part.flatten() for part in parts]).sort()[0], x.flatten().sort()[0])
+    assert max(part.numel() for part in parts) <= max(window, shape[1])
+    matrices = {(runtime.as_matrix(part) or ())[1:] for part in parts}
+    if x[0].numel() <= window:  # so that the kernel is compiled once for both
+        assert matrices == {(runtime.as_matrix(x) or ())[1:]}
+    assert () not in matrices
 
 
 @on_cuda
