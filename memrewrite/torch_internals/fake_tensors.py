@@ -116,19 +116,26 @@ class FakeTensorMode(_FakeTensorMode):
         self.__class__ = _FakeTensorMode  # type: ignore[assignment]
 
 
-def fake_of(tensor: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor:
+def fake_of(tensor: torch.Tensor, mode: FakeTensorMode, alone: bool = False) -> torch.Tensor:
     """The fake of a real tensor that has no gradient, on the storage of those that share its own.
 
-    It is ``mode.from_tensor`` for a tensor that nobody has the fake of yet: for one that fills its storage, as
-    parameters do, in less than half of the time.
+    It is ``mode.from_tensor`` for a tensor that nobody has the fake of yet, in less than half of the time; but one that
+    is the start of a larger storage has all of that, of which PyTorch takes no more than the start. A part of a larger
+    storage that stands ``alone`` has none of the rest, as its copy on another device would.
     """
-    known: Any = mode.fake_tensor_converter.meta_converter
-    storage = known.describer.get_storage_id(tensor.untyped_storage())
-    if storage in known.storage_memo or not _is_ordinary(tensor):
+    if not _is_ordinary(tensor):
         return mode.from_tensor(tensor)
+    known: Any = mode.fake_tensor_converter.meta_converter
+    storage, size = known.describer.get_storage_id(tensor.untyped_storage()), tensor.untyped_storage().nbytes()
     with torch._C._DisableTorchDispatch():
         whole = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
-    if whole.untyped_storage().nbytes() != tensor.untyped_storage().nbytes():
+        if whole.untyped_storage().nbytes() != size:
+            if alone:
+                return FakeTensor(mode, whole, tensor.device)
+            if storage not in known.storage_memo:
+                memory = torch.empty(size, dtype=torch.uint8, device="meta").untyped_storage()
+                whole.set_(memory, tensor.storage_offset(), tensor.shape, tensor.stride())
+    if storage in known.storage_memo:
         return mode.from_tensor(tensor)
     fake = FakeTensor(mode, whole, tensor.device)
     known.storage_memo[storage] = fake.untyped_storage()
@@ -162,7 +169,7 @@ def _is_ordinary(tensor: torch.Tensor) -> bool:
     if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided or tensor.is_inference():
         return False
     lazy = tensor.is_quantized or tensor.is_conj() or tensor.is_neg()
-    return not lazy and not tensor.requires_grad and tensor.storage_offset() == 0
+    return not lazy and not tensor.requires_grad
 
 
 def without_data(value: object) -> bool:

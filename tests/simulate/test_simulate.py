@@ -405,9 +405,9 @@ def test_the_tensors_that_are_listed_are_those_that_a_twin_replaces(monkeypatch:
     replaced: list[Tensor] = []
     fake = fakes._fake
 
-    def noted(tensor: Tensor, mode: FakeTensorMode, *device: torch.device) -> Tensor:
+    def noted(tensor: Tensor, mode: FakeTensorMode, *how: Any, **named: Any) -> Tensor:
         replaced.append(tensor)
-        return fake(tensor, mode, *device)
+        return fake(tensor, mode, *how, **named)
 
     monkeypatch.setattr(fakes, "_fake", noted)
     for module in (Odd(), Keyed(), segmented(Keyed(), torch.ones(2, 3)).module):

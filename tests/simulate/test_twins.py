@@ -121,8 +121,8 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[object]:
     found = list[object]()
 
     class Told(fakes._Twin):
-        def __init__(self, module: nn.Module) -> None:
-            super().__init__(module)
+        def __init__(self, module: nn.Module, moved: bool) -> None:
+            super().__init__(module, moved)
             found.append(self)
 
     monkeypatch.setattr(fakes, "_Twin", Told)
@@ -215,7 +215,7 @@ def test_no_other_twin_while_one_is_in_use() -> None:
     alone = simulate(module, ROWS, Step(), steps=1)
 
     def loss(output: Tensor) -> Tensor:
-        assert twins.take(module) is not twins.take(module)
+        assert twins.take(module, False) is not twins.take(module, False)
         return output.sum()
 
     simulate(module, ROWS, Step(loss_fn=loss), steps=1, twins=twins)

@@ -54,12 +54,12 @@ def fake_twin(module: nn.Module, mode: FakeTensorMode) -> nn.Module:
 
 
 class _Twin:
-    """The fake twin of a module, and of all that is written for it."""
+    """The fake twin of a module, and of all that is written for it; ``moved`` is as in ``fake_inputs``."""
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, moved: bool) -> None:
         # Constants outside the module (globals of its file) are real; they are read as fakes and not counted.
         self.mode = mode = FakeTensorMode(allow_non_fake_inputs=True)
-        self._copier = Copier(lambda tensor: _fake(tensor, mode))
+        self._copier = Copier(lambda tensor: _fake(tensor, mode, moved=moved))
         self._bare: nn.Module = self._copier.copy(module)
         self._unchanged = Unchanged()
         self._noted = 0  # how many of the copies are among these
@@ -111,22 +111,23 @@ class Twins:
     def __init__(self) -> None:
         self._kept: tuple[nn.Module, _Twin] | None = None
 
-    def take(self, module: nn.Module) -> _Twin:
-        """The twin that was given back, if it is as it was, else a new one."""
+    def take(self, module: nn.Module, moved: bool) -> _Twin:
+        """The twin that was given back, if it is as it was, else a new one; ``moved`` is the same each time."""
         kept, self._kept = self._kept, None
-        return kept[1] if kept is not None and kept[0] is module and kept[1].as_noted() else _Twin(module)
+        return kept[1] if kept is not None and kept[0] is module and kept[1].as_noted() else _Twin(module, moved)
 
     def give_back(self, module: nn.Module, twin: _Twin) -> None:
         """Let the next pass have it."""
         self._kept = module, twin
 
 
-def fake_inputs(inputs: Inputs, mode: FakeTensorMode, device: torch.device = _CPU) -> Inputs:
+def fake_inputs(inputs: Inputs, mode: FakeTensorMode, device: torch.device = _CPU, moved: bool = False) -> Inputs:
     """The same inputs with fake tensors; a tensor given twice stays one tensor.
 
-    Those on the meta device stand for tensors on ``device``.
+    Those on the meta device stand for tensors on ``device``. Where all are ``moved`` to another device, parts of larger
+    tensors come without the rest.
     """
-    copier = Copier(lambda tensor: _fake(tensor, mode, device))
+    copier = Copier(lambda tensor: _fake(tensor, mode, device, moved))
     return inputs.changed(copier.copy)
 
 
@@ -200,8 +201,9 @@ def on_fakes(
     ``twins``, which keep it then.
     """
     device = next((parameter.device for parameter in module.parameters() if not parameter.is_meta), _CPU)
-    twin = _Twin(module) if twins is None else twins.take(module)
-    running, fakes = twin.running(written), fake_inputs(inputs, twin.mode, device)
+    moved = target.device_type(device.type) != device.type
+    twin = _Twin(module, moved) if twins is None else twins.take(module, moved)
+    running, fakes = twin.running(written), fake_inputs(inputs, twin.mode, device, moved)
     if twins is not None:
         twin.note()
     pairs = zip(fakes.tensors(), inputs.tensors(), strict=True)
@@ -242,13 +244,13 @@ def running_on_fakes(
         without_fake_gradients(met_by(mode))
 
 
-def _fake(tensor: Tensor, mode: FakeTensorMode, device: torch.device = _CPU) -> Tensor:
+def _fake(tensor: Tensor, mode: FakeTensorMode, device: torch.device = _CPU, moved: bool = False) -> Tensor:
     # Detached, because the conversion would also copy .grad and the history of a non-leaf.
     plain = tensor.detach()
     if (spread := Spread.like(plain)) is not None:
-        fake = spread.of(_fake(local_part(plain), mode, device))
+        fake = spread.of(_fake(local_part(plain), mode, device, moved))
         return nn.Parameter(fake, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else fake
-    fake = FakeTensor(mode, plain, device) if plain.is_meta else fake_of(plain, mode)
+    fake = FakeTensor(mode, plain, device) if plain.is_meta else fake_of(plain, mode, moved)
     if isinstance(tensor, nn.Parameter):
         return as_parameter(fake, tensor.requires_grad)
     return fake.requires_grad_(tensor.requires_grad)
