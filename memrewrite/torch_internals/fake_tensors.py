@@ -58,6 +58,7 @@ __all__ = [
     "as_parameter",
     "asks_for_memory",
     "asks_for_numbers",
+    "fake_met",
     "fake_number",
     "fake_of",
     "has_no_storage",
@@ -140,6 +141,14 @@ def fake_of(tensor: torch.Tensor, mode: FakeTensorMode, alone: bool = False) -> 
     fake = FakeTensor(mode, whole, tensor.device)
     known.storage_memo[storage] = fake.untyped_storage()
     return fake
+
+
+def fake_met(tensor: torch.Tensor, mode: FakeTensorMode, alone: bool) -> torch.Tensor:
+    """The fake that operators are given for a real tensor while one lives; ``alone`` is as in ``fake_of``."""
+    if _is_ordinary(tensor) and tensor.nbytes != tensor.untyped_storage().nbytes():
+        fake: Any = fake_of(tensor, mode, alone)
+        mode.fake_tensor_converter.set_tensor_memo(tensor, fake)
+    return mode.from_tensor(tensor)
 
 
 def fake_number(number: float, dtype: torch.dtype, mode: FakeTensorMode) -> torch.Tensor:

@@ -65,6 +65,20 @@ def test_on_another_device_it_counts_alone(kind: str) -> None:
     assert not any("is a part of" in note for note in memrewrite.report_of(result).notes)
 
 
+@pytest.mark.parametrize("kind", BATCHES)
+def test_so_does_what_the_loss_holds(kind: str) -> None:
+    model, x, y = Net(), BATCHES["on its own"](), BATCHES[kind]()
+
+    def loss(output: Tensor) -> Tensor:
+        return functional.mse_loss(output, y)
+
+    found = memrewrite.estimate(model, x, optimizer="sgd", loss_fn=loss).peak
+    assert found.bytes == memrewrite.measure(model, x, optimizer="sgd", loss_fn=loss).peak
+    assert found.categories["inputs"] == x.nbytes + y.untyped_storage().nbytes()
+    moved = memrewrite.estimate(model, x, optimizer="sgd", loss_fn=loss, device="cuda").peak
+    assert moved.categories["inputs"] <= 4 * x.nbytes
+
+
 def test_two_parts_of_one_tensor_count_once() -> None:
     text = torch.randint(100, (8, 33))
     embedding = nn.Embedding(100, 16)

@@ -31,6 +31,7 @@ from memrewrite.torch_internals.fake_tensors import (
     FakeTensorMode,
     NoDataError,
     as_parameter,
+    fake_met,
     fake_of,
     met_by,
     real_rules_on_fake_tensors,
@@ -131,13 +132,14 @@ def fake_inputs(inputs: Inputs, mode: FakeTensorMode, device: torch.device = _CP
     return inputs.changed(copier.copy)
 
 
-def fakes_of(tensors: Sequence[Tensor], like: Sequence[Tensor]) -> tuple[Tensor, ...]:
+def fakes_of(tensors: Sequence[Tensor], like: Sequence[Tensor], moved: bool) -> tuple[Tensor, ...]:
     """What operators see in place of real ``tensors`` that they meet beside ``like``, of which one is fake.
 
     A fake mode gives one fake for each real tensor, and one storage for those that share theirs, while one lives.
+    ``moved`` is as in ``fake_inputs``.
     """
     mode = _mode_of(like)
-    return tuple(tensors) if mode is None else tuple(mode.from_tensor(tensor) for tensor in tensors)
+    return tuple(tensors) if mode is None else tuple(fake_met(tensor, mode, moved) for tensor in tensors)
 
 
 @contextmanager

@@ -48,7 +48,8 @@ def step_on_fakes(
     twins: Twins | None = None,
 ) -> Iterator[tuple[nn.Module, Inputs, Targets]]:
     """The fake twin of a module, its inputs and the targets, where the step runs on them."""
-    targets = step.targets(module, inputs)
+    targets, lies_on = step.targets(module, inputs), device_type(module, inputs)
+    moved = step.target.device_type(lies_on) != lies_on
     try:
         if any(map(is_sparse_or_nested, targets.all)):
             raise NoDataError("how much a sparse tensor holds")
@@ -56,7 +57,7 @@ def step_on_fakes(
             put_back([*targets.buffers, *step.stepped_beside]),
             surroundings_put_back((), step.loss_fn),
             step.target.optimizer_kernels(),
-            _sharding(step, module, device_type(module, inputs)) as shard,
+            _sharding(step, module, lies_on) as shard,
             on_fakes(module, inputs, step.target, True, written, twins) as (twin, fakes),
             TrueResults(step.target),
             room_simulated(lambda wanted: None if allocator is None else allocator.make_room(wanted)),
@@ -65,7 +66,7 @@ def step_on_fakes(
             given = [*fakes.tensors(), *twin.parameters()]
             shard(twin)
             held = (targets.of_batch, targets.fixed, targets.beside)
-            of_batch, fixed, beside = (fakes_of(tensors, given) for tensors in held)
+            of_batch, fixed, beside = (fakes_of(tensors, given, moved) for tensors in held)
             yield twin, fakes, Targets(of_batch, fixed, beside, own)
             refuse_trained_beside(given, [] if step.loss_fn is None else [*chain(*held_by(step.loss_fn))])
     except FAKE_TENSOR_ERRORS as error:
