@@ -6,7 +6,8 @@ Every workload of ``pareto`` starts in a process of its own, on CUDA or in ``--t
 of ``FILE``; a stopped run resumes there. ``--without-cuda`` plans for CUDA without using it, of full size: nothing is
 verified or measured then, and seconds are the CPU's, which other work on it changes less. ``--again`` starts each a
 second time, in a process that finds the plan of the first in a cache on disk.
-Of the stages, ``simulating`` and ``measuring`` are the parts of planning that look at candidates.
+Of the stages, ``simulating`` and ``measuring`` are the parts of planning that look at candidates. ``pace`` is what the
+host takes for one operator on a fake tensor, in microseconds: seconds of hosts that differ in it are not comparable.
 """
 
 import argparse
@@ -25,6 +26,7 @@ from typing import Any, Literal
 from unittest import mock
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import memrewrite
 from memrewrite.measurement import measuring
@@ -71,6 +73,17 @@ class Clock:
             yield
 
 
+def pace(operators: int = 5000) -> float:
+    """Microseconds of the CPU for a linear layer on fake tensors, which is known after the first."""
+    with FakeTensorMode():
+        x, weight = torch.empty(4, 8), torch.empty(8, 8)
+        torch.nn.functional.linear(x, weight)
+        begun = time.process_time()
+        for _ in range(operators):
+            torch.nn.functional.linear(x, weight)
+        return 1e6 * (time.process_time() - begun) / operators
+
+
 def run(
     name: str, budget: str, device: str, tiny: bool, without_cuda: bool = False, cache: str | Literal[False] = False
 ) -> ReadyRow:
@@ -78,7 +91,7 @@ def run(
     workload, clock = WORKLOADS[name], Clock(time.process_time if without_cuda else time.perf_counter)
     batch = _TINY_BATCH if tiny else workload.batch
     about: dict[str, Any] = {"workload": name, "batch": batch, "amp": workload.amp, "optimizer": workload.optimizer}
-    about |= {"budget": budget, **machine(torch.device(device))}
+    about |= {"budget": budget, "pace": round(pace(), 1), **machine(torch.device(device))}
 
     def ready() -> ReadyRow:
         torch.manual_seed(0)
@@ -119,10 +132,10 @@ def run(
 def table(rows: list[ReadyRow]) -> str:
     """Seconds, a line for each workload and a column for each stage."""
     stages = list(dict.fromkeys(stage for row in rows for stage in row.stages))
-    lines = [["", "all", "again", *stages]]
+    lines = [["", "pace", "all", "again", *stages]]
     for row in rows:
-        figures = (f"{row.stages[stage]:.1f}" if stage in row.stages else "" for stage in stages)
-        lines.append([row.workload, f"{row.seconds:.1f}", "" if row.again is None else f"{row.again:.1f}", *figures])
+        told = (row.pace, row.seconds, row.again, *(row.stages.get(stage) for stage in stages))
+        lines.append([row.workload, *("" if figure is None else f"{figure:.1f}" for figure in told)])
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in lines)
 

@@ -96,7 +96,7 @@ class PlanRow(Row):
 class ReadyRow(Row):
     """Seconds of ``optimize`` for a ``budget``, in all and by stage; ``peak`` is what it predicts of the result.
 
-    ``again`` are the seconds of a second start, which finds the plan of the first.
+    ``again`` are the seconds of a second start, which finds the plan of the first; ``pace`` is that of the host.
     """
 
     budget: str
@@ -104,6 +104,7 @@ class ReadyRow(Row):
     stages: dict[str, float]
     peak: int | None = None
     again: float | None = None
+    pace: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
