@@ -174,7 +174,7 @@ def _told_of_hooks(model: nn.Module) -> tuple[str, ...]:
 
 def _told_of_parts(step: Step, model: nn.Module, inputs: Inputs) -> tuple[str, ...]:
     """What to say where most of what an input lies in is not its own, and is not left behind on another device."""
-    if step.device_type(model, inputs) != device_of(model, inputs).type:
+    if step.target.moves(device_of(model, inputs).type):
         return ()
     own, whole = Counter[int](), dict[int, int]()
     for tensor in inputs.tensors():

@@ -46,6 +46,10 @@ class Target:
         """The type of the device that a step is planned for, by that of the one its tensors lie on."""
         return lies_on
 
+    def moves(self, lies_on: str) -> bool:
+        """Whether what lies on such a device is copied to another one for a step."""
+        return self.device_type(lies_on) != lies_on
+
     def kernels(self) -> AbstractContextManager[None]:
         """Let fake tensors in this thread run what real ones would."""
         return nullcontext()

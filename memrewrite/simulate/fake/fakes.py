@@ -203,7 +203,7 @@ def on_fakes(
     ``twins``, which keep it then.
     """
     device = next((parameter.device for parameter in module.parameters() if not parameter.is_meta), _CPU)
-    moved = target.device_type(device.type) != device.type
+    moved = target.moves(device.type)
     twin = _Twin(module, moved) if twins is None else twins.take(module, moved)
     running, fakes = twin.running(written), fake_inputs(inputs, twin.mode, device, moved)
     if twins is not None:

@@ -49,7 +49,6 @@ def step_on_fakes(
 ) -> Iterator[tuple[nn.Module, Inputs, Targets]]:
     """The fake twin of a module, its inputs and the targets, where the step runs on them."""
     targets, lies_on = step.targets(module, inputs), device_type(module, inputs)
-    moved = step.target.device_type(lies_on) != lies_on
     try:
         if any(map(is_sparse_or_nested, targets.all)):
             raise NoDataError("how much a sparse tensor holds")
@@ -66,7 +65,7 @@ def step_on_fakes(
             given = [*fakes.tensors(), *twin.parameters()]
             shard(twin)
             held = (targets.of_batch, targets.fixed, targets.beside)
-            of_batch, fixed, beside = (fakes_of(tensors, given, moved) for tensors in held)
+            of_batch, fixed, beside = (fakes_of(tensors, given, step.target.moves(lies_on)) for tensors in held)
             yield twin, fakes, Targets(of_batch, fixed, beside, own)
             refuse_trained_beside(given, [] if step.loss_fn is None else [*chain(*held_by(step.loss_fn))])
     except FAKE_TENSOR_ERRORS as error:
