@@ -31,7 +31,7 @@ from memrewrite.capture.varying import Shapes, attempts, ranged
 from memrewrite.records.lines import line_now
 from memrewrite.records.ranges import Range
 from memrewrite.simulate.fake.constant_values import KnownValues, known_values
-from memrewrite.torch_internals.logs import quiet
+from memrewrite.torch_internals.logs import nothing_printed, quiet
 from memrewrite.torch_internals.number_inputs import fractions_vary, is_open
 from memrewrite.torch_internals.operators import (
     OpOverload,
@@ -253,6 +253,7 @@ def _export(
     """What export gives, and its graph."""
     with (
         quiet(),
+        nothing_printed(),
         _unmarked(inputs.tensors()),
         opaque(functions) as calls,
         launches_traced(calls),
