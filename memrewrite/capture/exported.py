@@ -8,6 +8,7 @@ import builtins
 import contextlib
 import functools
 import inspect
+import operator
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -220,9 +221,10 @@ _CAST_TARGETS = [
 def _drop_questions(graph: fx.Graph) -> None:
     """Leave out what was computed only to be asked for a number that is known: each would wait for the device.
 
-    So is what raised an error that forward caught: it gave nothing, and would raise it again.
+    So is what raised an error that forward caught: it gave nothing, and would raise it again. Of several results that
+    an operator gives, those that nobody takes stand in its way.
     """
-    unused = [node for node in graph.nodes if not node.users and (_is_question(node) or _failed(node))]
+    unused = [node for node in graph.nodes if not node.users and any(needless(node) for needless in _NEEDLESS)]
     while unused:
         node = unused.pop()
         before = node.all_input_nodes
@@ -241,9 +243,16 @@ def _failed(node: fx.Node) -> bool:
 
 def _only_computes(target: Any) -> bool:
     seeded = torch.Tag.nondeterministic_seeded
-    return isinstance(target, OpOverload) and not is_mutable(target) and seeded not in target.tags
+    computes = isinstance(target, OpOverload) and not is_mutable(target) and seeded not in target.tags
+    return computes or target is operator.getitem
 
 
+def _is_part(node: fx.Node) -> bool:
+    """Whether a node takes one of the results of an operator."""
+    return node.target is operator.getitem
+
+
+_NEEDLESS = (_is_question, _failed, _is_part)
 _QUESTIONS = (aten.item.default, aten._local_scalar_dense.default, aten.equal.default)
 
 
