@@ -24,6 +24,7 @@ from memrewrite.capture.assigned import Assignments
 from memrewrite.capture.assumptions import Assumptions
 from memrewrite.capture.captured import Captured
 from memrewrite.capture.compiled_calls import told_of_scripted
+from memrewrite.capture.finite import Finite
 from memrewrite.capture.launches import launches_traced
 from memrewrite.capture.normal import attribute, bind, constants, dynamic, rebuild, thawed
 from memrewrite.capture.numbers import for_numbers, numbers_in
@@ -253,7 +254,7 @@ def _is_part(node: fx.Node) -> bool:
 
 
 _NEEDLESS = (_is_question, _failed, _is_part)
-_QUESTIONS = (aten.item.default, aten._local_scalar_dense.default, aten.equal.default)
+_QUESTIONS = tuple(getattr(aten, name).default for name in ("item", "_local_scalar_dense", "equal", "all", "any"))
 
 
 def _export(
@@ -269,6 +270,7 @@ def _export(
         SymbolicRecall(),
         known_values() as values,
         _CastsStayApart(values),
+        Finite(),
         code_when_run(),
         notes_in_short(),
         sizes_remembered(),
