@@ -10,6 +10,7 @@ from memrewrite.artifact.manifest import CONSTANTS
 from memrewrite.runtime import (
     assembled,
     code_inside,
+    copies,
     dict_versions,
     differences,
     dropin,
@@ -61,6 +62,7 @@ _RUNTIME: tuple[ModuleType, ...] = (
     matching,
     promise,
     texts,
+    copies,
     dropin,
     assembled,
     likeness,

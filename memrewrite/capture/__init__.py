@@ -25,6 +25,7 @@ from memrewrite.capture.looks import looks_at_tied
 from memrewrite.capture.normal import bind, first_dtype, forward_alone, leaf_tensors
 from memrewrite.capture.returned import note_sizes
 from memrewrite.capture.shared import tied
+from memrewrite.capture.sized import refuse_sized
 from memrewrite.records.errors import CaptureError, UnfitCallError, first_line
 from memrewrite.records.ranges import Range
 from memrewrite.runtime.matching import gradients_now, layouts_now, one_tensor
@@ -86,6 +87,7 @@ def capture(
     if any(calls.otherwise for calls in kept.values()):
         _refuse_settled(found, kept, traced)
     refuse_unseen(found.graph_module.graph, type(model).__name__)
+    refuse_sized(found.graph_module, type(model).__name__)
     note_sizes(found.graph_module.graph)
     with torch.set_grad_enabled(model.training):
         return _with_parameters(found, model, leaf_tensors(model, inputs))

@@ -8,6 +8,7 @@ import builtins
 import contextlib
 import functools
 import inspect
+import operator
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -23,6 +24,7 @@ from memrewrite.capture.assigned import Assignments
 from memrewrite.capture.assumptions import Assumptions
 from memrewrite.capture.captured import Captured
 from memrewrite.capture.compiled_calls import told_of_scripted
+from memrewrite.capture.finite import Finite
 from memrewrite.capture.launches import launches_traced
 from memrewrite.capture.normal import attribute, bind, constants, dynamic, rebuild, thawed
 from memrewrite.capture.numbers import for_numbers, numbers_in
@@ -31,7 +33,7 @@ from memrewrite.capture.varying import Shapes, attempts, ranged
 from memrewrite.records.lines import line_now
 from memrewrite.records.ranges import Range
 from memrewrite.simulate.fake.constant_values import KnownValues, known_values
-from memrewrite.torch_internals.logs import quiet
+from memrewrite.torch_internals.logs import nothing_printed, quiet
 from memrewrite.torch_internals.number_inputs import fractions_vary, is_open
 from memrewrite.torch_internals.operators import (
     OpOverload,
@@ -220,9 +222,10 @@ _CAST_TARGETS = [
 def _drop_questions(graph: fx.Graph) -> None:
     """Leave out what was computed only to be asked for a number that is known: each would wait for the device.
 
-    So is what raised an error that forward caught: it gave nothing, and would raise it again.
+    So is what raised an error that forward caught: it gave nothing, and would raise it again. Of several results that
+    an operator gives, those that nobody takes stand in its way.
     """
-    unused = [node for node in graph.nodes if not node.users and (_is_question(node) or _failed(node))]
+    unused = [node for node in graph.nodes if not node.users and any(needless(node) for needless in _NEEDLESS)]
     while unused:
         node = unused.pop()
         before = node.all_input_nodes
@@ -241,10 +244,17 @@ def _failed(node: fx.Node) -> bool:
 
 def _only_computes(target: Any) -> bool:
     seeded = torch.Tag.nondeterministic_seeded
-    return isinstance(target, OpOverload) and not is_mutable(target) and seeded not in target.tags
+    computes = isinstance(target, OpOverload) and not is_mutable(target) and seeded not in target.tags
+    return computes or target is operator.getitem
 
 
-_QUESTIONS = (aten.item.default, aten._local_scalar_dense.default, aten.equal.default)
+def _is_part(node: fx.Node) -> bool:
+    """Whether a node takes one of the results of an operator."""
+    return node.target is operator.getitem
+
+
+_NEEDLESS = (_is_question, _failed, _is_part)
+_QUESTIONS = tuple(getattr(aten, name).default for name in ("item", "_local_scalar_dense", "equal", "all", "any"))
 
 
 def _export(
@@ -253,12 +263,14 @@ def _export(
     """What export gives, and its graph."""
     with (
         quiet(),
+        nothing_printed(),
         _unmarked(inputs.tensors()),
         opaque(functions) as calls,
         launches_traced(calls),
         SymbolicRecall(),
         known_values() as values,
         _CastsStayApart(values),
+        Finite(),
         code_when_run(),
         notes_in_short(),
         sizes_remembered(),

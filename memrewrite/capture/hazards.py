@@ -5,7 +5,7 @@ afterwards say what happened that no graph of tensor operators can hold; a secon
 """
 
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Literal
 
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from memrewrite.capture.at_sight import refuse_hooks, refuse_names, refuse_unnamed
 from memrewrite.capture.autocasts import autocast_asked, autocast_regions
 from memrewrite.capture.changes import COUNTED, always_matters, refuse_changes, refuse_left
+from memrewrite.capture.finite import Finite
 from memrewrite.capture.gradients import all_or_none, gradients_asked, with_or_without
 from memrewrite.capture.identity import OperatorsSeen, together
 from memrewrite.capture.reads import ReadsOfForward
@@ -89,6 +90,7 @@ def check(model: nn.Module, inputs: Inputs) -> Findings:
     ):
         rehearsal = _Rehearsal(model, inputs, regions)
         first = _first(name, rehearsal, functions)
+        rehearsal.refuse_other_branch()
         refuse_changes(name, rehearsal.before, always_matters)
         for what, places in first.places.items():
             raise CaptureError(f"{name} {_REFUSED[what].format(place=places[0])}")
@@ -183,6 +185,7 @@ class _Rehearsal:
         self._regions = regions
         self._name = type(model).__name__
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self.finite = Finite()
         with self._explained():
             self._twin, given = fake_twin(model, self._mode), fake_inputs(inputs, self._mode)
             # A leaf that requires a gradient could not be written in place, as an input that was computed can.
@@ -234,8 +237,23 @@ class _Rehearsal:
                 return True
         return False
 
-    def run(self, given: Sequence[tuple[Tensor, Tensor]] = (), inputs: Inputs | None = None) -> Watch:
+    def refuse_other_branch(self) -> None:
+        """Raise ``CaptureError`` where a branch for what is not finite does more than to clamp that."""
+        if self.finite.asked:
+            clamping, other = Finite(noting=True), Finite(finite=True, noting=True)
+            self.run(finite=clamping)
+            self.run(finite=other)
+            if self.functions or not clamping.does_as(other):  # what custom Functions give is not followed
+                raise CaptureError(_BRANCH.format(name=self._name, place=clamping.asked))
+
+    def run(
+        self,
+        given: Sequence[tuple[Tensor, Tensor]] = (),
+        inputs: Inputs | None = None,
+        finite: Finite | None = None,
+    ) -> Watch:
         """Run forward once; ``given`` are fake inputs and the real ones whose values it may see."""
+        self.finite = finite or Finite()
         # Only a training step runs backward, where a checkpoint would write them once more.
         watch = Watch({id(b) for b in self._twin.buffers()} if self._twin.training else set(), self._regions)
         self.between, self.around = Attributes(self._twin), Surroundings((self._twin,))
@@ -249,11 +267,15 @@ class _Rehearsal:
             recall,
             known_values(given) as values,
             OperatorsSeen() as operators,
+            nullcontext() if finite else self.finite,  # below the watch, which looks at who calls it
             watch,
+            finite or nullcontext(),  # above, so that it sees what forward calls, and not what the watch asks
             unseen,
             reads.observed(),
         ):
             watch.output = self._twin.forward(*inputs.args, **inputs.kwargs)
+        if finite:
+            finite.returns(watch.output)
         theirs = {id(tensor) for tensor in (*inputs.tensors(), *tensors_in(watch.output))}
         if lines := [line for leaf, line in watch.leaves if id(leaf) in theirs]:  # the caller has it
             watch.places["leaf"] = lines
@@ -274,6 +296,8 @@ class _Rehearsal:
         except CaptureError:
             raise
         except Exception as error:
+            if self.finite.asked:  # forward may raise what it does for what is not finite
+                raise CaptureError(_BRANCH.format(name=self._name, place=self.finite.asked)) from error
             raise CaptureError(failed(self._name, error)) from error
 
 
@@ -295,6 +319,11 @@ def _refuse_difference(name: str, rehearsal: _Rehearsal, first: Watch) -> None:
             )
 
 
+_BRANCH = (
+    "{name} lets the values of a tensor decide what Python does at {place} (whether all are finite), which no graph "
+    "can hold; compute it with tensors (torch.where, masks), in a small submodule, which stays a call, or outside "
+    "forward."
+)
 _DECIDED = (
     "The values of its inputs decide what {name} does (at {place}); the program does what fits any values, which can "
     "take more time and memory. A mask that masks nothing is best left out of the inputs."

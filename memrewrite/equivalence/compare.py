@@ -66,7 +66,7 @@ class TensorVerdict:
     Where arithmetic changed, ``error`` and ``reference_error`` are the root mean square errors of the rewritten and of
     the original model against float64; else, and where that alone would not do (``by_noise``), the largest difference
     between the two models, and between two runs of the original. A difference that is no number (missing, other shape,
-    not finite) is infinite.
+    not finite) is infinite. One that is ``negligible`` is, in float64, far smaller than its group's values.
     """
 
     name: str
@@ -78,6 +78,7 @@ class TensorVerdict:
     allowed: float = 0.0
     by_noise: bool = False
     by_rounding: bool = False
+    negligible: bool = False
 
 
 @dataclass
@@ -262,10 +263,11 @@ class Comparison:
         sums = self.sums.get(key) if steps and math.isfinite(worst) else None
         if sums is not None:
             error, own = sums.rms(sums.rewritten), sums.rms(sums.original)
-            allowed = self._allowed(sums, groups[_group(kind)])
+            group = groups[_group(kind)]
+            allowed = self._allowed(sums, group)
             if error <= allowed or not noisy:
-                by_rounding = key in self.rounded
-                return TensorVerdict(name, kind, False, error, own, error <= allowed, allowed, by_rounding=by_rounding)
+                how = {"by_rounding": key in self.rounded, "negligible": _scale(sums, group) > sums.rms(sums.values)}
+                return TensorVerdict(name, kind, False, error, own, error <= allowed, allowed, **how)
         far = self.distances.get(key) if steps and math.isfinite(worst) else None
         if far is not None and not self.sums:
             error, allowed = far.rms(far.rewritten), _left(self.known, key, far, groups)

@@ -10,6 +10,7 @@ from torch import Tensor, fx, nn
 from memrewrite.observe.effects import Effects, observe
 from memrewrite.records.errors import CaptureError, first_line
 from memrewrite.targets.eager import EAGER, Target
+from memrewrite.torch_internals.logs import untold_failures
 
 
 def observe_trained(
@@ -29,7 +30,7 @@ def observe_trained(
     Raises ``CaptureError`` where the model itself does not run so: it writes one of several views of an input, say.
     """
     leaves = [t.detach().requires_grad_(_differentiable(t)) if isinstance(t, Tensor) else t for t in example]
-    with _all_trained(module, _written(step_effects)):
+    with _all_trained(module, _written(step_effects)), untold_failures():
         try:
             return observe(graph_module, leaves, amp, grad, target, before)
         except RuntimeError as error:  # PyTorch's rules for writing in place what has a gradient

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_structure, tree_unflatten, treespec_loads
 
+from memrewrite.runtime.copies import Reduce, copied_by, is_of_parametrized
 from memrewrite.runtime.differences import Owners, alike, exported, owners_of, parted, surrounded
 from memrewrite.runtime.guards import Guards, Noted, Reads
 from memrewrite.runtime.matching import match, numbers_of, sizes_in, values_of
@@ -293,12 +294,15 @@ def _subclass(base: type[nn.Module], program: Program, replaced: Forward | None)
             promise.fall_back(f"ran its original forward: {reason}.", 5, call)
         return (kept.replaced or base.forward)(self, *args, **kwargs)
 
-    def reduce(self: nn.Module, protocol: Any = None) -> Any:
+    def reduced(self: nn.Module, attributes: Any) -> Any:
         guards = kept.guards if kept.of() is self else None
         broken = kept.broken or (_NOT_OURS if guards is None else guards.lost_in_copies())
         then = None if guards is None or broken else guards.noted
         carried = broken, then, kept.constants, kept.report, kept.shown, kept.promise.told
-        return _load, (base, program.source, kept.replaced), (self.__getstate__(), *carried)
+        return _load, (base, program.source, kept.replaced), (attributes, *carried)
+
+    def reduce(self: nn.Module, protocol: Any = None) -> Any:
+        return reduced(self, self.__getstate__())
 
     def restore(self: Any, state: Any) -> None:
         attributes, kept.broken, then, constants, *carried = state
@@ -307,7 +311,8 @@ def _subclass(base: type[nn.Module], program: Program, replaced: Forward | None)
         kept.carry(*carried)
 
     forward.__signature__ = inspect.signature(replaced or base.forward)  # type: ignore[attr-defined]
-    graphs = of_graphs(kept, base, reduce) if issubclass(base, GraphModule) else {}
+    graphs = of_graphs(kept, base, reduced) if issubclass(base, GraphModule) else {}
+    graphs |= {"__deepcopy__": copied_by(reduced)} if graphs or is_of_parametrized(base) else {}
     members = {"forward": forward, "__reduce_ex__": reduce, "__setstate__": restore, "_memrewrite": program, OWN: kept}
     names = {"__module__": base.__module__, "__qualname__": base.__qualname__}
     kept.kind = type(base.__name__, (base,), {**members, **graphs, **names})
@@ -326,8 +331,8 @@ def _result_of(program: Program, module: nn.Module, tensors: list[Tensor], numbe
     return result
 
 
-def of_graphs(kept: Own, base: type[nn.Module], reduce: Callable[[Any], Any]) -> dict[str, Any]:
-    """How drop-ins of an ``fx.GraphModule`` are compiled again and copied: both would make it one of ``base`` alone."""
+def of_graphs(kept: Own, base: type[nn.Module], reduced: Reduce) -> dict[str, Any]:
+    """How drop-ins of an ``fx.GraphModule`` are compiled again and pickled: both would make one of ``base`` alone."""
     kept.replaced = captured = kept.replaced or base.forward
     changed = False
 
@@ -345,19 +350,13 @@ def of_graphs(kept: Own, base: type[nn.Module], reduce: Callable[[Any], Any]) ->
                 changed = not alike(made.forward, captured)
                 kept.broken = "its graph was changed" * changed
 
-    def copied(self: nn.Module, memo: dict[int, Any]) -> nn.Module:
-        load, given, state = reduce(self)
-        memo[id(self)] = result = load(*given)
-        result.__setstate__(copy.deepcopy(state, memo))
-        return result
-
     def pickled(self: nn.Module, protocol: Any = None) -> Any:
-        _, (_, source, _), (_, *carried) = reduce(self)
+        _, (_, source, _), (_, *carried) = reduced(self, None)
         plain = object.__new__(base)  # whose class is found under no name: PyTorch makes it again of its code
         vars(plain).update(vars(self))
         return _load_graphs, (plain, source), ({}, *carried)
 
-    return {"recompile": recompile, "__deepcopy__": copied, "__reduce_ex__": pickled}
+    return {"recompile": recompile, "__reduce_ex__": pickled}
 
 
 def accept(

@@ -18,8 +18,9 @@ def marked_inplace(candidate: Candidate, names: tuple[str, ...] | None) -> Candi
     """Activations in place, once and last, because legality depends on the segments.
 
     What autograd keeps depends on the call: it is observed as if everything required a gradient and without autocast,
-    whose copies would be kept in place of what is marked, so that whoever calls the result may choose.
-    Where that would raise the peak, nothing is marked. ``torch.compile`` finds for itself what to write in place.
+    whose copies would be kept in place of what is marked, so that whoever calls the result may choose; under autocast
+    where the program is for no call without. Where that would raise the peak, nothing is marked. ``torch.compile``
+    finds for itself what to write in place.
     """
     marked = with_marks(candidate, names)
     if marked.programs == candidate.programs:
@@ -46,7 +47,9 @@ def _marked(region: CandidateRegion) -> CandidateRegion:
 
     def look(graph_module: fx.GraphModule, effects: Effects, before: Effects | None) -> Effects:
         original, grad = region.region, region.graph.step.mode == "train"
-        return observe_trained(original.module, graph_module, original.example, effects, grad=grad, before=before)
+        type_ = original.captured.autocast
+        amp = None if type_ == "any" else type_
+        return observe_trained(original.module, graph_module, original.example, effects, amp, grad, before=before)
 
     try:
         return region.after(InplaceActivation(region.marks), look)

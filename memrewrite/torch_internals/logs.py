@@ -1,10 +1,16 @@
-"""Log lines of PyTorch's own loggers, whose names are private. Read in PyTorch 2.11 to 2.15."""
+"""Log lines of PyTorch's own loggers, whose names are private, and what it prints. Read in PyTorch 2.11 to 2.15."""
 
 import logging
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib import import_module
+from unittest import mock
 
+from memrewrite.torch_internals.patches import process_wide
+from memrewrite.torch_internals.versions import require_module
+
+require_module("torch.export._trace")
 _LOGGERS = ("torch.export", "torch._export", "torch._dynamo", "torch._subclasses", "torch.fx", "torch.jit")
 
 
@@ -22,6 +28,14 @@ def quiet() -> Iterator[None]:
         finally:
             for logger, level in zip(loggers, levels, strict=True):
                 logger.setLevel(level)
+
+
+@process_wide
+@contextmanager
+def nothing_printed() -> Iterator[None]:
+    """Keep export from printing the graph that it had when it failed, thousands of lines of it."""
+    with mock.patch.object(import_module("torch.export._trace"), "print", mock.Mock(), create=True):
+        yield
 
 
 @contextmanager

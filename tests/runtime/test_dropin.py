@@ -659,6 +659,25 @@ def test_a_parametrized_model_keeps_its_parametrizations() -> None:
     assert runs_rewritten(copy.deepcopy(result), image())
 
 
+def test_a_copy_of_a_parametrized_layer_is_a_drop_in_of_its_own() -> None:
+    x = torch.randn(4, 8)
+    layer = parametrizations.weight_norm(nn.Linear(8, 8))
+    result: Any = segmented(layer, x).module
+    twin: Any = copy.deepcopy(result)
+    assert type(twin) is not type(result)
+    assert runs_rewritten(twin, x)
+    assert runs_rewritten(copy.deepcopy(twin), x)
+    before = layer(x)
+    with torch.no_grad():
+        layer.parametrizations.weight.original0.mul_(2)
+    assert twin(x).equal(before)
+    assert not result(x).equal(before)
+    twin.in_features = 9  # which is the copy's alone
+    assert runs_rewritten(result, x)
+    with pytest.raises(RuntimeError, match="Serialization of parametrized modules is only supported"):
+        pickle.dumps(result)
+
+
 def test_a_layer_parametrized_afterwards(pair: tuple[ConvNet, Any]) -> None:
     model, result = pair
     parametrizations.weight_norm(model.head)

@@ -6,7 +6,7 @@ from unittest import mock
 
 import pytest
 import torch
-from torch import fx
+from torch import Tensor, fx
 
 import memrewrite
 from memrewrite.codegen.writer import generate
@@ -223,6 +223,27 @@ def test_what_autograd_would_keep_is_looked_at_where_it_decides_about_activation
     with mock.patch.multiple(inplace, is_activation=lambda node: True, unsupported=lambda node: None):
         looked = marked_inplace(under_test, None)
     assert (found.programs, found.results) == (looked.programs, looked.results)
+
+
+class AsWide(torch.nn.Module):
+    """Casts what it weighs with to the type of what is weighed, which is that of autocast."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        value = self.second(self.first(x).relu())[None]
+        weights = torch.softmax(value.float(), -1).to(value.dtype)
+        return weights @ value
+
+
+def test_a_program_for_autocast_alone_is_looked_at_under_autocast() -> None:
+    step = Step(optimizer=None, amp=torch.bfloat16)
+    found = marked_inplace(candidate(AsWide(), Inputs((torch.randn(8, 8),), {}), step), None)
+    done = found.regions[0].results["inplace_activation"]
+    assert len(done.applied) == 1
+    assert not done.refused
 
 
 @pytest.mark.parametrize(

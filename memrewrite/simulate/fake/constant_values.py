@@ -8,11 +8,11 @@ buffers stays unknown, and so do inputs, unless a run is about these very inputs
 below 0, the share of layers that transformers drops unless it is asked to drop some.
 """
 
-import functools
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -150,6 +150,8 @@ class KnownValues(Layer):
             answer = self._compute(func, args, kwargs)
             if isinstance(answer, int | float):
                 return answer
+        if kind == "sized" and (made := self._sized(func, args, kwargs)) is not None:
+            return made
         if kind != "write":
             result = self.below(func, types, args, kwargs)
             if kind == "draw":
@@ -157,7 +159,7 @@ class KnownValues(Layer):
             fraction = type(result) is FakeTensor and result.is_floating_point()  # as most are
             if kind == "fill" and isinstance(result, FakeTensor):
                 self._filled(func, args, kwargs, result)
-            elif kind == "function" and not fraction and any(map(_is_small_fake, _results(result))):
+            elif kind in ("function", "sized") and not fraction and any(map(_is_small_fake, _results(result))):
                 self._follow(func, args, kwargs, result)
             return result
         written = _written(func, args, kwargs)
@@ -185,6 +187,21 @@ class KnownValues(Layer):
         sure &= not any(value.is_floating_point() for value in there.values() if value is not None)  # one number each
         if not sure or self._compute(func, args, kwargs) is None:
             self._forget(written, decided)
+
+    def _sized(self, func: OpOverload, args: Any, kwargs: Any) -> Any:
+        """What an operator gives whose values decide how many there are; None where they are not known."""
+        tensors = tensors_in((args, kwargs))
+        values = None if any(map(symbolic, tensors)) else self._compute(func, args, kwargs)
+        return None if values is None else tree_map(partial(self._like, device=tensors[0].device), values)
+
+    def _like(self, value: Any, device: torch.device) -> Any:
+        """A fake tensor that is known to hold this value."""
+        if not isinstance(value, Tensor):
+            return value
+        place = {"dtype": value.dtype, "device": device}
+        made = self.below(torch.ops.aten.empty.memory_format, (), (list(value.shape),), place)
+        self.keep(made, value)
+        return made
 
     def _filled(self, func: OpOverload, args: Any, kwargs: Any, result: FakeTensor) -> None:
         """Keep the value of what one number fills, where that does not vary."""
@@ -269,7 +286,7 @@ class KnownValues(Layer):
             del self._drawn[tensor]
 
 
-@functools.cache
+@cache
 def _kind(func: Any) -> str:
     """What to do about an operator."""
     if not isinstance(func, OpOverload):
@@ -283,6 +300,8 @@ def _kind(func: Any) -> str:
     if schema_name(func).removeprefix("aten::") in _FILLS:
         return "fill"
     own = func.namespace == "aten" and torch.Tag.nondeterministic_seeded not in func.tags
+    if own and torch.Tag.dynamic_output_shape in func.tags:
+        return "sized"
     return "function" if own and "empty" not in schema_name(func) else "other"
 
 
