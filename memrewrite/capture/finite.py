@@ -26,6 +26,7 @@ _OF_ALL = {  # by what tells of each number, what tells of all, and whether its 
 }
 _SAME = {Tensor.isfinite: torch.isfinite, Tensor.isinf: torch.isinf, Tensor.isnan: torch.isnan}
 _SAME |= {Tensor.all: torch.all, Tensor.any: torch.any}
+_TELLING = {Tensor.__bool__, *_SAME, *_SAME.values()}
 _ASKED_OF_TYPES = Tensor.dtype.__get__  # type: ignore[attr-defined]
 
 
@@ -53,6 +54,8 @@ class Finite(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func not in _TELLING and not self._noting:  # as almost all of what a large model calls
+            return func(*args, **kwargs)
         if func is Tensor.__bool__ and (told := self._all.get(id(args[0]))) is not None:
             self.asked = self.asked or line_now()
             how, yes, source = told
