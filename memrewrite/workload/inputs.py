@@ -89,7 +89,8 @@ def normalise(value: Any, where: str) -> Inputs:
         inputs = Inputs(tuple(value), {})
     else:
         raise TargetError(
-            f"{where} gives a {type(value).__name__}; give a tensor, a tuple, a dict of arguments, or (tuple, dict)."
+            f"{where} gives an object of type {type(value).__name__}; give a tensor, a tuple, a dict of arguments, or "
+            "(tuple, dict)."
         )
     if not inputs.tensors():
         raise TargetError(f"{where} gives no tensor; a step needs at least one.")

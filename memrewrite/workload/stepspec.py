@@ -138,7 +138,7 @@ def named(text: str, what: str) -> Callable[..., Any]:
             with contextlib.suppress(ValueError):  # the imported code may have changed the path itself
                 sys.path.remove(entry)
     if not callable(value):
-        raise UsageError(f"The {what} {text!r} is a {type(value).__name__}, which cannot be called.")
+        raise UsageError(f"The {what} {text!r} is of type {type(value).__name__}, which cannot be called.")
     return value
 
 

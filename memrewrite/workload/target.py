@@ -236,7 +236,8 @@ def _make(value: Any, where: str) -> tuple[nn.Module, Any]:
         value, second = value
     if not isinstance(value, nn.Module):
         raise TargetError(
-            f"{where} gives a {type(value).__name__}, not a torch.nn.Module or a pair (module, example_inputs)."
+            f"{where} gives an object of type {type(value).__name__}, not a torch.nn.Module or a pair (module, "
+            "example_inputs)."
         )
     return value, second
 

@@ -307,7 +307,7 @@ def test_child_ends_when_its_parent_is_killed(target: str) -> None:
             "adamw-fused or adamw-grouped",
         ),
         (StepSpec(optimizer="torch.optim:Lion"), "The optimizer 'torch.optim:Lion' cannot be found"),
-        (StepSpec(optimizer="torch:pi"), "is a float, which cannot be called"),
+        (StepSpec(optimizer="torch:pi"), "is of type float, which cannot be called"),
         (StepSpec(loss="no_such_module:fn"), "The loss 'no_such_module:fn' cannot be found"),
         (StepSpec(loss="fn"), "The loss 'fn' is not of the form module:function"),
         (StepSpec(amp="int8"), "Precision 'int8' is unknown; choose off, bf16 or fp16"),

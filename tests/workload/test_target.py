@@ -164,8 +164,8 @@ WRONG_TARGETS = {
     "missing": (NET, "net.py:Nett", "has no 'Nett'; did you mean .*net.py:Net"),
     "missing-far": (NET, "net.py:qqqqq", "has no 'qqqqq'; check the name"),
     "needs-arguments": (NET + WIDE, "net.py:Wide", r"needs the argument width; add a function .* Wide\(\.\.\.\)"),
-    "not-a-module": (NET + "x = 1", "net.py:x", "gives a int, not a torch.nn.Module"),
-    "makes-no-module": (NET + "def make():\n    return {}", "net.py:make", "gives a dict, not a torch.nn.Module"),
+    "not-a-module": (NET + "x = 1", "net.py:x", "gives an object of type int, not a torch.nn.Module"),
+    "makes-no-module": (NET + "def make():\n    return {}", "net.py:make", "of type dict, not a torch.nn.Module"),
     "raises": (
         NET + "def make():\n    return 1 / 0\n",
         "net.py:make",
@@ -183,7 +183,7 @@ WRONG_TARGETS = {
         "net.py",
         "needs the argument batch_size; give batch_size by",
     ),
-    "inputs-text": (NET + "example_inputs = 'text'", "net.py", "example_inputs gives a str; give a tensor, a tuple"),
+    "inputs-text": (NET + "example_inputs = 'text'", "net.py", "gives an object of type str; give a tensor"),
     "inputs-empty": (NET + "example_inputs = (1, 2)", "net.py", "gives no tensor"),
 }
 
