@@ -41,7 +41,7 @@ class OptimizedModule(nn.Module):
 @one_at_a_time
 def optimize(
     model: nn.Module,
-    example_inputs: Any,
+    example_inputs: Any = (),
     *,
     example_kwargs: dict[str, Any] | None = None,
     budget: str | int | Budget | None = None,
@@ -69,7 +69,7 @@ def optimize(
 ) -> "OptimizedModule":
     """A drop-in for ``model`` whose training step peaks within ``budget`` bytes, proved equivalent to it.
 
-    ``example_inputs`` is a tensor or a tuple; ``budget`` is text such as ``"8GB"``, ``"60%"`` or ``"min"``, an int of
+    ``example_inputs`` is a tensor, a tuple or none; ``budget`` is text as ``"8GB"``, ``"60%"`` or ``"min"``, an int of
     bytes or a ``Budget``, for all that a steady step holds, or what CUDA's caching allocator holds, if ``reserved``.
     ``optimizer`` is ``"none"``, ``"sgd"``, ``"sgd-momentum"``, ``"adam"``, ``"adamw"``, either with ``-fused`` or
     ``-grouped``, one to copy, or a list, a factory, or None; ``optimizer_step`` as by ``step_in_groups`` and the like.
@@ -104,7 +104,7 @@ def _given(found: Planned, model: nn.Module, optimizer: Optimizer, step: Step) -
 @one_at_a_time
 def measure(
     model: nn.Module,
-    example_inputs: Any,
+    example_inputs: Any = (),
     *,
     example_kwargs: dict[str, Any] | None = None,
     optimizer: Optimizer = "adamw",
@@ -142,7 +142,7 @@ def measure(
 def verify(
     original: nn.Module,
     rewritten: nn.Module,
-    example_inputs: Any,
+    example_inputs: Any = (),
     *,
     example_kwargs: dict[str, Any] | None = None,
     optimizer: Optimizer = "adamw",

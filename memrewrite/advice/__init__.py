@@ -28,6 +28,7 @@ from memrewrite.targets.eager import EAGER
 from memrewrite.torch_internals.logs import quiet
 from memrewrite.workload.in_groups import making_groups
 from memrewrite.workload.optimizers import Optimizers
+from memrewrite.workload.parts import told_of_parts
 from memrewrite.workload.step import Inputs, Step, evaluating
 from memrewrite.workload.stepping import refused_in_backward
 from memrewrite.workload.stepspec import optimizer_factory
@@ -62,7 +63,9 @@ def infeasible(candidate: Candidate, limit: Budget, budget: int, lowest: int, or
     elsewhere = '; uncompiled, or by torch.compile(..., backend="memrewrite"), it may be lower' * lower
     regions = (region.region for region in candidate.regions)
     told = (told_of_regions(region.module, region.captured.graph_module.graph) for region in regions)
-    hints = "".join(f"{hint} " for hint in itertools.chain(_told_of_rest(candidate), *told, _told_of_logits(candidate)))
+    parts = told_of_parts(bench.step, bench.model, bench.inputs)
+    said = itertools.chain(parts, _told_of_rest(candidate), *told, _told_of_logits(candidate))
+    hints = "".join(f"{hint} " for hint in said)
     as_it_is = ""
     if original < lowest:
         candidate, lowest, as_it_is = replace(candidate, regions=()), original, " of the model as it is"

@@ -48,7 +48,7 @@ _UNKNOWN = "What operators take while they run, such as convolution workspaces, 
 @one_at_a_time
 def estimate(
     model: nn.Module,
-    example_inputs: Any,
+    example_inputs: Any = (),
     *,
     example_kwargs: dict[str, Any] | None = None,
     optimizer: Optimizer = "adamw",

@@ -1,13 +1,11 @@
 """The stages of ``optimize``, one after the other: each takes a candidate and gives another one."""
 
 import gc
-from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 
-import torch
 from torch import nn
 
 from memrewrite.advice import infeasible
@@ -23,7 +21,7 @@ from memrewrite.optimizing.proof import Proof, prove
 from memrewrite.optimizing.request import Request
 from memrewrite.process.frames import in_one_chunk
 from memrewrite.process.garbage import sought_as_before, sought_seldom
-from memrewrite.records.options import Budget, format_bytes
+from memrewrite.records.options import Budget
 from memrewrite.records.outcomes import Measured
 from memrewrite.records.ranges import Range
 from memrewrite.records.report import Report
@@ -44,6 +42,7 @@ from memrewrite.simulate import Timeline, layout_for
 from memrewrite.targets.kernels_ahead import compiling_ahead
 from memrewrite.torch_internals.autograd_nodes import acting_hooks
 from memrewrite.workload.hooks import with_hooks_of, without_hooks
+from memrewrite.workload.parts import told_of_parts
 from memrewrite.workload.sharding import bucket_notes
 from memrewrite.workload.step import Inputs, Step, default_loss, device_of
 from memrewrite.workload.surroundings import surroundings_put_back
@@ -54,10 +53,6 @@ _HOOKED = (
     "step: an optimizer that steps in them has its state beside what is predicted."
 )
 _SOONER = "Nothing had to be rewritten: written out as a program, the model lets go of values sooner."
-_PART = (
-    "An input of {own} is a part of a tensor of {whole}, which lives as long as that does and counts as a whole; if "
-    "batches of your loop are tensors of their own, give a copy (clone())."
-)
 _REAL = "The peak is that of real steps on the example, as tensors without data cannot take them: others may take more."
 _NOT_WHOLE = "returns={!r} has no effect but on the training step of a model that is captured whole."
 _RETURNED_ALL = "returns={!r} has no effect: the step would take more so, and the model is returned as it is."
@@ -172,20 +167,6 @@ def _told_of_hooks(model: nn.Module) -> tuple[str, ...]:
     return (_HOOKED.format(name=names[0]),) if names else ()
 
 
-def _told_of_parts(step: Step, model: nn.Module, inputs: Inputs) -> tuple[str, ...]:
-    """What to say where most of what an input lies in is not its own, and is not left behind on another device."""
-    if step.target.moves(device_of(model, inputs).type):
-        return ()
-    own, whole = Counter[int](), dict[int, int]()
-    for tensor in inputs.tensors():
-        if tensor.layout is torch.strided and not tensor.is_meta:
-            storage = tensor.untyped_storage()
-            own[storage.data_ptr()] += tensor.nbytes
-            whole[storage.data_ptr()] = storage.nbytes()
-    parts = ((own[place], size) for place, size in whole.items() if size > 2 * own[place])
-    return tuple(_PART.format(own=format_bytes(part), whole=format_bytes(size)) for part, size in parts)[:1]
-
-
 def _captured(candidate: Candidate) -> dict[str, str]:
     regions = (region.region for region in candidate.regions)
     return {region.path: generate(region.captured, region.prefix)[0] for region in regions}
@@ -263,7 +244,7 @@ def _first(bench: Bench, found: Regions, progress: Progress) -> Candidate:
     )
     alone = bench.step.mode == "train" and bench.step.mesh is None
     hooks = () if bench.step.in_backward else _told_of_hooks(bench.model)  # which are those of such an optimizer
-    parts = _told_of_parts(bench.step, bench.model, bench.inputs)
+    parts = told_of_parts(bench.step, bench.model, bench.inputs)
     notes = (*found.notes, *(bucket_notes(bench.model) if alone else ()), *hooks, *parts)
     candidate = Candidate(bench, regions, notes, found.left)
     if bench.profile is None:

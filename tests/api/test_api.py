@@ -53,6 +53,16 @@ def test_measure_takes_what_optimize_takes(model: ApiNet) -> None:
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
 
 
+def test_inputs_that_all_have_names_need_no_others(model: ApiNet) -> None:
+    given: dict[str, Any] = {"example_kwargs": {"x": X, "scale": 2.0}, "optimizer": "sgd"}
+    result = memrewrite.optimize(model, budget="min", **given)
+    assert memrewrite.measure(result, **given).peak == result.report.predicted_after.peak
+    assert memrewrite.estimate(model, **given).peak.bytes == memrewrite.measure(model, **given).peak
+    assert memrewrite.verify(model, result, **given).equivalent
+    with pytest.raises(errors.CaptureError, match="missing 1 required positional argument: 'x'; give inputs that the "):
+        memrewrite.optimize(model)
+
+
 def test_measure_takes_a_rewritten_model(model: ApiNet) -> None:
     optimized = memrewrite.optimize(model, X, optimizer="sgd", verify=False)
     sizes = [memrewrite.measure(each, (X,), optimizer="sgd", steps=1).peak for each in (model, optimized)]

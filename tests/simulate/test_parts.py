@@ -65,6 +65,11 @@ def test_on_another_device_it_counts_alone(kind: str) -> None:
     assert not any("is a part of" in note for note in memrewrite.report_of(result).notes)
 
 
+def test_a_budget_that_is_too_low_for_that_says_so() -> None:
+    with pytest.raises(memrewrite.BudgetInfeasibleError, match="of 8192 B is a part of a tensor of 163840 B, which"):
+        memrewrite.optimize(Net(), DATA[:ROWS], budget=160_000, optimizer="sgd")
+
+
 @pytest.mark.parametrize("kind", BATCHES)
 def test_so_does_what_the_loss_holds(kind: str) -> None:
     model, x, y = Net(), BATCHES["on its own"](), BATCHES[kind]()
