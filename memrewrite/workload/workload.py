@@ -242,9 +242,10 @@ def _refuse_unseen(inputs: Inputs) -> None:
         inside = list(getattr(leaf, "__dict__", {}).values())
         if isinstance(leaf, Tensor | nn.Module | type) or callable(leaf) or not tensors_in(inside):
             continue
+        named = "" if not isinstance(leaf, Mapping) else " (arguments by name are example_kwargs)"
         raise UsageError(
             f"An input is of type {type(leaf).__name__}, whose tensors would not be counted; give a dictionary, a list "
-            "or a tuple of them."
+            f"or a tuple of them{named}."
         )
 
 

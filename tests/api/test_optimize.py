@@ -446,8 +446,10 @@ class Batch:
 @pytest.mark.parametrize("call", [memrewrite.optimize, memrewrite.estimate, memrewrite.measure])
 @pytest.mark.parametrize("kind", [Batch, lambda x: types.SimpleNamespace(images=x), lambda x: UserDict(images=x)])
 def test_inputs_that_are_not_looked_into_are_refused(call: Any, kind: Any) -> None:
-    with pytest.raises(UsageError, match=r"An input is of type \w+, whose tensors would not be counted; give a"):
-        call(conv_net(), kind(image()))
+    given = kind(image())
+    with pytest.raises(UsageError, match=r"input is of type \w+, whose tensors would not be counted; give a") as told:
+        call(conv_net(), given)
+    assert ("arguments by name are example_kwargs" in str(told.value)) == isinstance(given, UserDict)
 
 
 def test_packed_sequences_are_told_of() -> None:
