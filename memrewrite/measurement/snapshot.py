@@ -1,7 +1,6 @@
 """Everything that a run may change of some modules, kept bit for bit and put back."""
 
 import copy
-import itertools
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -11,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from memrewrite.measurement.ahead import on_cpu
+from memrewrite.records.tensor_like import TensorLike
 from memrewrite.simulate.fake.copier import tensors_of
 from memrewrite.state.attributes import Attributes
 from memrewrite.state.random_state import RandomState
@@ -24,21 +24,29 @@ _PLAIN = (Tensor, nn.Parameter, nn.Buffer)
 
 @dataclass
 class _Bytes:
-    """A copy of a storage, which may end meanwhile as it would if nobody looked: then there is another in its place."""
+    """A copy of a storage, which may end meanwhile as it would if nobody looked: then there is another in its place.
+
+    ``saved`` are its bytes from ``start`` on, of ``size`` in all.
+    """
 
     storage: weakref.ref[Any]
     device: torch.device
     saved: Any
+    start: int
+    size: int
 
     def restored(self) -> Any:
         """The storage, as it was."""
         storage = self.storage()
         if storage is None:
-            storage = torch.UntypedStorage(self.saved.nbytes(), device=self.device)
+            storage = torch.UntypedStorage(self.size, device=self.device)
             self.storage = weakref.ref(storage)
-        if storage.nbytes() != self.saved.nbytes():
-            storage.resize_(self.saved.nbytes())
-        return storage.copy_(self.saved)
+        if storage.nbytes() != self.size:
+            storage.resize_(self.size)
+        if self.saved.nbytes() == self.size:
+            return storage.copy_(self.saved)
+        _bytes_in(storage, self.start, self.saved.nbytes()).copy_(_bytes_in(self.saved, 0, self.saved.nbytes()))
+        return storage
 
 
 @dataclass(frozen=True)
@@ -64,8 +72,9 @@ class State:
     """Parameters, buffers, other attributes, gradients, flags and random state of some modules, bit for bit.
 
     ``inputs`` are tensors that count as well; so does what the modules' code and ``loss_fn`` may write to. Bytes are
-    kept on the CPU or, ``near``, where they lie, one copy per storage; ``.grad`` tensors are kept by reference, and
-    memory that is replaced (``parameter.data = ...``) is not kept from ending.
+    kept on the CPU or, ``near``, where they lie, one copy per storage, and of those that inputs alone lie in no more
+    than these span; ``.grad`` tensors are kept by reference, and memory that is replaced (``parameter.data = ...``) is
+    not kept from ending.
     """
 
     def __init__(
@@ -83,12 +92,15 @@ class State:
         # Itself, where it lies or an alias, requires_grad, grad.
         self._tensors: dict[int, tuple[Tensor, _Place | Tensor, bool, Tensor | None]] = {}
         self._bytes: dict[int, _Bytes] = {}
-        for tensor in itertools.chain(tensors_of(*modules), inputs):
-            if id(tensor) not in self._tensors:
-                self._keep(tensor)
+        for tensor in tensors_of(*modules):
+            self._keep(tensor, {})
+        given = [tensor for tensor in inputs if id(tensor) not in self._tensors]
+        spans = _spans(given)
+        for tensor in given:
+            self._keep(tensor, spans)
         self._devices, self._generators = devices, RandomState(devices)
 
-    def _keep(self, tensor: Tensor) -> None:
+    def _keep(self, tensor: Tensor, spans: Mapping[int, tuple[int, int]]) -> None:
         grad = tensor.grad if tensor.is_leaf else None
         place = _Place.of(tensor) if _is_plain(tensor) else tensor.detach()
         self._tensors[id(tensor)] = (tensor, place, tensor.requires_grad, grad)
@@ -97,8 +109,14 @@ class State:
             return  # a sparse buffer is kept by reference: no module writes one in place
         storage: Any = tensor.untyped_storage()
         if id(storage) not in self._bytes:
-            saved = storage.clone() if self._near or storage.device.type == "cpu" else on_cpu(storage)
-            self._bytes[id(storage)] = _Bytes(weakref.ref(storage), storage.device, saved)
+            start, end = spans.get(id(storage), (0, storage.nbytes()))
+            near = self._near or storage.device.type == "cpu"
+            if end - start < storage.nbytes():
+                part = _bytes_in(storage, start, end - start)
+                saved = (part.clone() if near else part.cpu()).untyped_storage()
+            else:
+                saved = storage.clone() if near else on_cpu(storage)
+            self._bytes[id(storage)] = _Bytes(weakref.ref(storage), storage.device, saved, start, storage.nbytes())
 
     def restore(self) -> None:
         """Put everything back, in place, into the same objects."""
@@ -151,6 +169,22 @@ class State:
         }
         other._generators = RandomState(self._devices)
         return other
+
+
+def _spans(tensors: Iterable[Tensor]) -> dict[int, tuple[int, int]]:
+    """The first of the bytes of each storage that lies in one of these tensors, and the end of the last."""
+    spans: dict[int, tuple[int, int]] = {}
+    for tensor in filter(_has_memory, map(local_part, tensors)):
+        key, start = id(tensor.untyped_storage()), int(tensor.storage_offset()) * tensor.itemsize
+        end = start + TensorLike.of(tensor).extent * tensor.itemsize
+        first, last = spans.get(key, (start, end))
+        spans[key] = min(first, start), max(last, end)
+    return spans
+
+
+def _bytes_in(storage: Any, start: int, count: int) -> Tensor:
+    """So many bytes of a storage, as a tensor on them."""
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, start, (count,), (1,))
 
 
 def _has_memory(tensor: Tensor) -> bool:

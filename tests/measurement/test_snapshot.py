@@ -7,6 +7,7 @@ from torch.func import functional_call
 
 import memrewrite
 from memrewrite.measurement.measuring import preserved_state
+from memrewrite.measurement.snapshot import State
 from memrewrite.records.errors import CaptureError
 from memrewrite.workload.step import Inputs
 
@@ -106,6 +107,22 @@ def test_what_forward_replaces_counts_once_and_is_put_back() -> None:
     peak = memrewrite.estimate(module, x, optimizer="sgd").peak.bytes
     assert memrewrite.measure(module, x, optimizer="sgd", steps=1).peak == peak
     assert torch.equal(module.slow.weight, weight)
+
+
+@pytest.mark.parametrize("near", [False, True])
+def test_of_what_inputs_are_parts_of_no_more_is_kept(near: bool) -> None:
+    data, module = torch.zeros(1000, WIDTH), nn.Linear(WIDTH, WIDTH)
+    x, y, own = data[10:20], data[15:30, ::2], module.weight.detach()[:2]
+    state = State((module,), (), [x, y, own], near=near)
+    kept = sum(each.saved.nbytes() for each in state._bytes.values())
+    assert kept == (20 * WIDTH - 1) * 4 + module.weight.nbytes + (module.bias.nbytes if module.bias is not None else 0)
+    before = module.weight.detach().clone()
+    for tensor in (x, y, own, module.weight.detach()):
+        tensor.fill_(1.0)
+    data[0] = 2.0  # by somebody else
+    state.restore()
+    assert torch.equal(module.weight, before)
+    assert torch.equal(data.sum(1), torch.tensor([2.0 * WIDTH] + [0.0] * 999))
 
 
 def test_what_lies_in_the_same_memory_does_so_again() -> None:
