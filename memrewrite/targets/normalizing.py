@@ -29,8 +29,7 @@ def compiling(calls: Iterable[tuple[Any, tuple[Any, ...], dict[str, Any]]]) -> l
 
 def _of_one_tile(x: TensorLike) -> TensorLike | None:
     """The smallest input for which the kernel is what it is for ``x``; None where it takes none such."""
-    with torch.device("meta"):
-        matrix = as_matrix(torch.empty_strided(x.shape, x.stride, dtype=x.dtype))
+    matrix = as_matrix(torch.empty_strided(x.shape, x.stride, dtype=x.dtype, device="meta"))
     if matrix is None:
         return None
     _, columns, by_row = matrix
@@ -42,6 +41,6 @@ def _of_one_tile(x: TensorLike) -> TensorLike | None:
 def _compile(x: TensorLike, weight: torch.dtype) -> None:
     if not kernel_runs_on(x.device):
         return
-    channels = torch.ones(x.shape[1], device=x.device)
+    channels = torch.ones(x.shape[1], dtype=torch.float32, device=x.device)
     learned = channels.to(weight)
     apply_statistics(x.filled(1), [channels, channels], learned, learned, 0, False)
