@@ -43,9 +43,7 @@ class Finite(TorchFunctionMode):
         self.calls: list[Any] = []
         self._finite, self._noting = finite, noting
         self._each: dict[int, tuple[Any, Tensor]] = {}  # what tells of each number: how, and of which tensor
-        self._all: dict[
-            int, tuple[Any, bool, Tensor]
-        ] = {}  # what tells of all: also, whether its yes is that of finite
+        self._all: dict[int, tuple[Any, bool, Tensor]] = {}  # what tells of all: also whether its yes is of finite
         self._asked: dict[int, set[Any]] = {}  # how, by what was asked about
         self._numbers: dict[int, int] = {}  # of tensors, by identity
         self._next = itertools.count()
@@ -81,10 +79,9 @@ class Finite(TorchFunctionMode):
 
     def _words(self, tree: Any) -> list[Any]:
         """Each tensor as its number, what is plain as what it is, and other objects as what kind they are of."""
-        leaves = tree_leaves(tree)
-        plain = [repr(leaf) if type(leaf) in PLAIN else repr(type(leaf)) for leaf in leaves]
         return [
-            self._number(leaf) if isinstance(leaf, Tensor) else word for leaf, word in zip(leaves, plain, strict=True)
+            self._number(leaf) if isinstance(leaf, Tensor) else repr(leaf if type(leaf) in PLAIN else type(leaf))
+            for leaf in tree_leaves(tree)
         ]
 
     def does_as(self, other: "Finite") -> bool:

@@ -26,7 +26,7 @@ from memrewrite.runtime.guards import Reads
 from memrewrite.runtime.segment import autocast_dtype
 from memrewrite.simulate.fake.constant_values import known_values
 from memrewrite.simulate.fake.fakes import fake_inputs, fake_twin
-from memrewrite.simulate.fake.refusals import failed
+from memrewrite.simulate.fake.refusals import decides, failed
 from memrewrite.simulate.fake.stand_ins import functions_on_fakes
 from memrewrite.state.attributes import Attributes
 from memrewrite.state.random_state import draws, seed_all
@@ -244,7 +244,10 @@ class _Rehearsal:
             self.run(finite=clamping)
             self.run(finite=other)
             if self.functions or not clamping.does_as(other):  # what custom Functions give is not followed
-                raise CaptureError(_BRANCH.format(name=self._name, place=clamping.asked))
+                raise CaptureError(self._branches_on_finite())
+
+    def _branches_on_finite(self) -> str:
+        return decides(self._name, f" at {self.finite.asked}", "whether all are finite")
 
     def run(
         self,
@@ -297,7 +300,7 @@ class _Rehearsal:
             raise
         except Exception as error:
             if self.finite.asked:  # forward may raise what it does for what is not finite
-                raise CaptureError(_BRANCH.format(name=self._name, place=self.finite.asked)) from error
+                raise CaptureError(self._branches_on_finite()) from error
             raise CaptureError(failed(self._name, error)) from error
 
 
@@ -319,11 +322,6 @@ def _refuse_difference(name: str, rehearsal: _Rehearsal, first: Watch) -> None:
             )
 
 
-_BRANCH = (
-    "{name} lets the values of a tensor decide what Python does at {place} (whether all are finite), which no graph "
-    "can hold; compute it with tensors (torch.where, masks), in a small submodule, which stays a call, or outside "
-    "forward."
-)
 _DECIDED = (
     "The values of its inputs decide what {name} does (at {place}); the program does what fits any values, which can "
     "take more time and memory. A mask that masks nothing is best left out of the inputs."

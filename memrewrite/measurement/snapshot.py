@@ -43,9 +43,8 @@ class _Bytes:
             self.storage = weakref.ref(storage)
         if storage.nbytes() != self.size:
             storage.resize_(self.size)
-        if self.saved.nbytes() == self.size:
-            return storage.copy_(self.saved)
-        _bytes_in(storage, self.start, self.saved.nbytes()).copy_(_bytes_in(self.saved, 0, self.saved.nbytes()))
+        count = self.saved.nbytes()
+        _bytes_in(storage, self.start, count).copy_(_bytes_in(self.saved, 0, count))
         return storage
 
 

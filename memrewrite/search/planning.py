@@ -107,11 +107,11 @@ def plan(
     One plan over all regions in the order they run. ``spare`` bytes are left for what forward and backward take
     besides; the peak in the result is with them. ``hopeless`` is as in ``Search.fit``.
     """
-    bare = candidate
+    given = candidate
     if candidate.bench.step.amp is not None and _exceeds(candidate, budget, spare):
         candidate = _with_casts(candidate)
     if _is_hopeless(candidate, budget, spare, hopeless):
-        return Planned(bare, Fitted(Plan(), _usual(bare).peak, False), in_turn, given_up=True)
+        return Planned(given, Fitted(Plan(), _usual(given).peak, False), in_turn, given_up=True)
     fitted = search(candidate, False, spare, in_turn).fit(budget, hopeless)
     planned = candidate.with_segments(fitted.plan, in_turn)
     if not fitted.fits and fitted.peak > hopeless:

@@ -17,14 +17,14 @@ _TRAINING = 5  # the position of that argument in all operators that normalize a
 
 def compiling(calls: Iterable[tuple[Any, tuple[Any, ...], dict[str, Any]]]) -> list[Callable[[], object]]:
     """What compiles the kernel for each width that ``calls`` of operators may ask for."""
-    small = {}
+    small: dict[tuple[TensorLike, torch.dtype], None] = {}
     for func, args, _ in calls:
         normalizes = "batch_norm" in func.__name__ and "backward" not in func.__name__
         if normalizes and len(args) > _TRAINING and args[_TRAINING] is True and isinstance(args[1], TensorLike):
             x, weight = args[:2]
             if (like := _of_one_tile(x)) is not None:
-                small[like.shape, like.dtype, weight.dtype] = like, weight.dtype
-    return [partial(_compile, *each) for each in small.values()]
+                small[like, weight.dtype] = None
+    return [partial(_compile, *each) for each in small]
 
 
 def _of_one_tile(x: TensorLike) -> TensorLike | None:

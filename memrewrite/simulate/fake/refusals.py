@@ -17,6 +17,10 @@ from memrewrite.torch_internals.fake_tensors import (
     lacks_fake_rule,
 )
 
+_ON_TENSORS = (
+    "compute it with tensors (torch.where, masks), in a small submodule, which stays a call, or outside forward"
+)
+
 
 def failed(name: str, error: Exception) -> str:
     """Why the model called ``name`` does not run on tensors without data, which raised ``error``."""
@@ -25,18 +29,23 @@ def failed(name: str, error: Exception) -> str:
     line = line_of(error)
     place = f" at {line}" if line else ""
     if isinstance(error, FAKE_TENSOR_ERRORS):
-        return (
-            f"{name} lets the values of a tensor decide what Python does{place} ({first_line(error)}), which no graph "
-            f"can hold; {_instead(error)}."
-        )
+        return decides(name, place, first_line(error), _instead(error))
     return f"{name} does not run on the example inputs{place}: {type(error).__name__}: {first_line(error)}."
+
+
+def decides(name: str, place: str, what: str, instead: str = _ON_TENSORS) -> str:
+    """That values decide in the model called ``name``: ``place`` is "" or " at" where, ``what`` what they are asked."""
+    return (
+        f"{name} lets the values of a tensor decide what Python does{place} ({what}), which no graph can hold; "
+        f"{instead}."
+    )
 
 
 def _instead(error: Exception) -> str:
     files = {frame.filename for frame in traceback.extract_tb(error.__traceback__)}
     if torch.distributions.distribution.__file__ in files:
         return "give its distributions validate_args=False, so that they do not look at what they are given"
-    return "compute it with tensors (torch.where, masks), in a small submodule, which stays a call, or outside forward"
+    return _ON_TENSORS
 
 
 def refusal(name: str, error: Exception) -> str:
