@@ -28,6 +28,7 @@ def test_what_was_begun_is_what_is_given() -> None:
 @on_cuda
 def test_memory_that_is_replaced_ends_and_its_successor_is_copied_when_asked() -> None:
     linear = nn.Linear(1024, 1024).cuda()
+    gc.collect()  # of what tests before this one left
     before = torch.cuda.memory_allocated()
     with ahead.copied_ahead(linear):
         ahead.on_cpu(linear.bias.untyped_storage())  # the last
