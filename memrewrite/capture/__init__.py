@@ -20,6 +20,7 @@ from memrewrite.capture.autocasts import told_of_regions
 from memrewrite.capture.captured import Captured, InputSpec, TensorSpec
 from memrewrite.capture.compiled_calls import told_of_compiled
 from memrewrite.capture.expressions import unspelled
+from memrewrite.capture.held import Held
 from memrewrite.capture.kept_calls import KeptCalls, standing_in, watch_calls
 from memrewrite.capture.looks import looks_at_tied
 from memrewrite.capture.normal import bind, first_dtype, forward_alone, leaf_tensors
@@ -40,10 +41,10 @@ from memrewrite.workload.surroundings import surroundings_put_back
 
 __all__ = ["Captured", "InputSpec", "KeptCalls", "TensorSpec", "capture", "watch_calls"]
 
-FrontEnd = Callable[[nn.Module, Inputs, Sequence[type], Sequence[Range], Inputs | None], Captured]
+FrontEnd = Callable[[nn.Module, Inputs, Sequence[type], Sequence[Range], Inputs | None, Sequence[Held]], Captured]
 FRONT_ENDS: dict[str, FrontEnd] = {
     "export": exported.capture,
-    "dynamo": lambda model, inputs, functions, ranges, elsewhere: dynamo.capture(model, inputs),
+    "dynamo": lambda model, inputs, functions, ranges, elsewhere, held: dynamo.capture(model, inputs, held),
 }
 _RETURNED = r"Found <class '(?:\w+\.)*(\w+)'> in output, which is not a known type"  # export's words
 _TOLD = "The model asks whether it is being traced (in {}), and only what it does then could be captured."
@@ -138,7 +139,7 @@ def _captured(
     if findings.asks and front_end != "dynamo" and not findings.export_loses:
         # Not told that it is traced, it does what it always does; nothing else is as good, but it may not work.
         with suppress(Exception), tracing_untold(), forward_alone(model):
-            found = exported.capture(model, inputs, findings.functions, ranges, elsewhere)
+            found = exported.capture(model, inputs, findings.functions, ranges, elsewhere, findings.held)
             return _with(findings, shared, model, inputs, found)
     names = [front_end] if front_end else ["export"] if ranges or with_calls else [*FRONT_ENDS]
     return _by_front_ends(names, model, inputs, findings, shared, ranges, elsewhere)
@@ -164,7 +165,7 @@ def _by_front_ends(
             continue
         try:
             with forward_alone(model):
-                captured = FRONT_ENDS[name](model, inputs, findings.functions, ranges, elsewhere)
+                captured = FRONT_ENDS[name](model, inputs, findings.functions, ranges, elsewhere, findings.held)
         except CaptureError:
             raise
         except Exception as error:  # front ends raise anything; every reason is passed on

@@ -104,7 +104,8 @@ class Captured:
     the value that is in their place. With ``loss_in_rows`` the loss is made of such outputs, by cross-entropy some rows
     of them at a time, and in the place of each is a tuple of its value and weights. ``divided`` is the name of a
     parameter of which this process has a part alone, "" if it has all. ``tied`` are names, several to a tensor of the
-    model, of those that the graph reads by one of them. ``assigned`` is what forward sets attributes to,
+    model, of those that the graph reads by one of them. ``assigned`` is what forward sets attributes to, ``held`` the
+    attributes that it leaves tensors in: then ``output_tree`` is of a pair, what the model returns and what these get.
     ``types`` says that it asks for the types of tensors.
     """
 
@@ -130,11 +131,22 @@ class Captured:
     divided: str = ""
     tied: tuple[tuple[str, ...], ...] = ()
     assigned: tuple[Assigned, ...] = ()
+    held: tuple[tuple[str, str], ...] = ()
     types: bool = False
+
+    @property
+    def results(self) -> int:
+        """How many outputs, the first ones, are what the model returns."""
+        return self.output_tree.children()[0].num_leaves if self.held else self.output_tree.num_leaves
 
     def restored(self, leaves: Sequence[Any]) -> Any:
         """What the model returns, of what the graph does; outputs that only others than the loss read are not made."""
         made = dict(enumerate(leaves))
         for number, call in (self.lazy if self.loss_in_rows else {}).items():
             made[number] = call.output(*made[number])
-        return tree_unflatten([*made.values()], self.output_tree)
+        return self.returned([*made.values()])
+
+    def returned(self, leaves: Sequence[Any]) -> Any:
+        """What the model returns, where these are the outputs."""
+        whole = tree_unflatten([*leaves], self.output_tree)
+        return whole[0] if self.held else whole

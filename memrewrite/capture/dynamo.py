@@ -5,7 +5,7 @@ cannot trace. Its graph is at the level of torch functions with parameters as in
 """
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from torch import Tensor, fx, nn
 
 from memrewrite.capture.assigned import Assignments
 from memrewrite.capture.captured import Captured
+from memrewrite.capture.held import Held, returning
 from memrewrite.capture.normal import bind, constants, copy_into, rebuild
 from memrewrite.records.errors import CaptureError
 from memrewrite.runtime.differences import joined
@@ -25,13 +26,17 @@ from memrewrite.torch_internals.tracing import distributions_as_before
 from memrewrite.workload.step import Inputs
 
 
-def capture(model: nn.Module, inputs: Inputs) -> Captured:
-    """Capture through Dynamo. Nothing is computed: the backend hands out markers, which show where outputs go."""
+def capture(model: nn.Module, inputs: Inputs, held: Sequence[Held] = ()) -> Captured:
+    """Capture through Dynamo, with what forward leaves in the attributes ``held`` as further outputs.
+
+    Nothing is computed: the backend hands out markers, which show where outputs go.
+    """
     spec, order = bind(model, inputs)
     mine = tree_map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, vars(inputs.of_a_run()))
     leaves = tree_leaves((mine["args"], mine["kwargs"]))
     owned = _Owned(model)  # before Dynamo runs
-    backend, output, assignments = _run(model, mine)
+    with returning(model, held):
+        backend, output, assignments = _run(model, mine)
     results, tree = tree_flatten(output)
     translation = _Translation(backend, owned, [leaves[i] for i in order if isinstance(leaves[i], Tensor)])
     module = rebuild(
@@ -51,6 +56,7 @@ def capture(model: nn.Module, inputs: Inputs) -> Captured:
         training={path: child.training for path, child in model.named_modules()},
         differentiable=model.training,
         front_end="dynamo",
+        held=tuple(held),
     )
     return assignments.added_to(captured)
 

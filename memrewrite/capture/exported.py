@@ -25,6 +25,7 @@ from memrewrite.capture.assumptions import Assumptions
 from memrewrite.capture.captured import Captured
 from memrewrite.capture.compiled_calls import told_of_scripted
 from memrewrite.capture.finite import Finite
+from memrewrite.capture.held import Held, returning
 from memrewrite.capture.launches import launches_traced
 from memrewrite.capture.normal import attribute, bind, constants, dynamic, rebuild, thawed
 from memrewrite.capture.numbers import for_numbers, numbers_in
@@ -63,16 +64,18 @@ def capture(
     functions: Sequence[type] = (),
     ranges: Sequence[Range] = (),
     elsewhere: Inputs | None = None,
+    held: Sequence[Held] = (),
 ) -> Captured:
     """Capture through ``torch.export``; the batch size and the lengths of texts stay dynamic where export allows.
 
-    So do sizes that differ ``elsewhere``; those in ``ranges`` have to. Custom ``functions`` stay calls in the graph.
+    So do sizes that differ ``elsewhere``; those in ``ranges`` have to. Custom ``functions`` stay calls in the graph,
+    and what forward leaves in the attributes ``held`` are further outputs.
     """
     *tried, last = attempts(inputs, ranges, elsewhere)
     numbers = numbers_in(inputs)
 
     def attempted(shapes: Shapes) -> Captured:
-        attempt = functools.partial(_attempt, model, functions=functions, ranges=ranges, varying=shapes)
+        attempt = functools.partial(_attempt, model, functions=functions, ranges=ranges, held=held, varying=shapes)
         if numbers:
             with contextlib.suppress(Exception):  # whatever the reason, then these numbers do not vary
                 return for_numbers(model, inputs, numbers, functions, attempt)
@@ -89,11 +92,12 @@ def _attempt(
     inputs: Inputs,
     functions: Sequence[type],
     ranges: Sequence[Range],
+    held: Sequence[Held],
     varying: Shapes,
     numbers: Collection[int] = (),
 ) -> Captured:
     settling, noted, assignments = _Settling(), Assumptions(), Assignments(model)
-    with assignments.noted(), _named_keywords(model, inputs), scripts_in_python() as scripted:
+    with assignments.noted(), returning(model, held), _named_keywords(model, inputs), scripts_in_python() as scripted:
         leaves, tree = tree_flatten((inputs.args, inputs.kwargs))
         args, kwargs = tree_unflatten(range(len(leaves)), tree)
         shapes = varying(inspect.signature(model.forward).bind(*args, **kwargs).arguments, numbers)
@@ -105,7 +109,7 @@ def _attempt(
                 stack.enter_context(fractions_vary(i in numbers for i, n in enumerate(leaves) if type(n) is float))
             program, exported = _export(model, inputs, shapes, functions)
     found = assignments.added_to(_normal(model, inputs, program, exported))
-    found = replace(found, exact=not scripted, notes=(*found.notes, *told_of_scripted(scripted)))
+    found = replace(found, held=tuple(held), exact=not scripted, notes=(*found.notes, *told_of_scripted(scripted)))
     return ranged(found, model, inputs, ranges, settling.lines, noted)
 
 
@@ -248,12 +252,7 @@ def _only_computes(target: Any) -> bool:
     return computes or target is operator.getitem
 
 
-def _is_part(node: fx.Node) -> bool:
-    """Whether a node takes one of the results of an operator."""
-    return node.target is operator.getitem
-
-
-_NEEDLESS = (_is_question, _failed, _is_part)
+_NEEDLESS = (_is_question, _failed, lambda node: node.target is operator.getitem)  # the last takes one of several
 _QUESTIONS = tuple(getattr(aten, name).default for name in ("item", "_local_scalar_dense", "equal", "all", "any"))
 
 

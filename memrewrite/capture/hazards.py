@@ -7,7 +7,7 @@ afterwards say what happened that no graph of tensor operators can hold; a secon
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.utils.checkpoint
@@ -18,10 +18,12 @@ from memrewrite.capture.autocasts import autocast_asked, autocast_regions
 from memrewrite.capture.changes import COUNTED, always_matters, refuse_changes, refuse_left
 from memrewrite.capture.finite import Finite
 from memrewrite.capture.gradients import all_or_none, gradients_asked, with_or_without
+from memrewrite.capture.held import Held, held
 from memrewrite.capture.identity import OperatorsSeen, together
 from memrewrite.capture.reads import ReadsOfForward
 from memrewrite.capture.seen import Watch
 from memrewrite.records.errors import CaptureError
+from memrewrite.runtime.differences import joined
 from memrewrite.runtime.guards import Reads
 from memrewrite.runtime.segment import autocast_dtype
 from memrewrite.simulate.fake.constant_values import known_values
@@ -53,7 +55,8 @@ class Findings:
     are those of ``Captured``; ``gradients`` says whether forward does something else where other tensors need them,
     ``layouts`` whether it asks how tensors lie in memory, ``identity`` whether it asks if inputs are one tensor,
     ``types`` whether it asks for types of what is no parameter.
-    ``operators`` are the names of those that forward runs on these inputs, ``derives`` is where it differentiates.
+    ``operators`` are the names of those that forward runs on these inputs, ``derives`` is where it differentiates;
+    ``held`` are the attributes that it leaves tensors in.
     """
 
     notes: tuple[str, ...] = ()
@@ -71,6 +74,7 @@ class Findings:
     types: bool = False
     operators: Sequence[str] = ()
     derives: str = ""
+    held: tuple[Held, ...] = ()
 
 
 def check(model: nn.Module, inputs: Inputs) -> Findings:
@@ -91,14 +95,15 @@ def check(model: nn.Module, inputs: Inputs) -> Findings:
         rehearsal = _Rehearsal(model, inputs, regions)
         first = _first(name, rehearsal, functions)
         rehearsal.refuse_other_branch()
-        refuse_changes(name, rehearsal.before, always_matters)
+        rehearsal.settle_held(first)
+        rehearsal.refuse_changes(rehearsal.before, always_matters)
         for what, places in first.places.items():
             raise CaptureError(f"{name} {_REFUSED[what].format(place=places[0])}")
         switched = rehearsal.differs_where_autocast_is_switched(first, device)
         if switched:
             _refuse_difference(name, rehearsal, first)
         else:  # which was the second run, then
-            refuse_changes(name, rehearsal.between)
+            rehearsal.refuse_changes(rehearsal.between)
             refuse_left(name, rehearsal.around)
         counted = next(rehearsal.around.counted(), None)
         identity = rehearsal.differs_where_inputs_are_one(first)
@@ -120,6 +125,7 @@ def check(model: nn.Module, inputs: Inputs) -> Findings:
         types=first.asks_of_types,
         operators=first.operators,
         derives=first.derives,
+        held=rehearsal.held,
     )
 
 
@@ -142,9 +148,9 @@ def refuse_kept(model: nn.Module, inputs: Inputs, functions: Sequence[type], oth
     rehearsal = _Rehearsal(model, inputs, [])
     rehearsal.functions = tuple(functions)
     with quiet(), tracing_untold(), functions_on_fakes():
-        rehearsal.run()
+        rehearsal.settle_held(rehearsal.run())
         rehearsal.run(inputs=other(rehearsal.given))
-    refuse_changes(type(model).__name__, rehearsal.between)
+    rehearsal.refuse_changes(rehearsal.between)
     refuse_left(type(model).__name__, rehearsal.around)
 
 
@@ -178,7 +184,7 @@ def _lost(rehearsal: "_Rehearsal", first: Watch, checkpoints: Collection[str]) -
 class _Rehearsal:
     """Runs of forward on one fake twin; ``before`` and ``between`` are its attributes before the first and the last.
 
-    ``around`` is what its code may write to besides, before the last.
+    ``around`` is what its code may write to besides, before the last, ``held`` the attributes it leaves tensors in.
     """
 
     def __init__(self, model: nn.Module, inputs: Inputs, regions: list[bool]) -> None:
@@ -193,8 +199,20 @@ class _Rehearsal:
         self._real = inputs.tensors()
         self.asked = False
         self.functions: tuple[type, ...] = ()  # what happens in them is not looked at
+        self.held: tuple[Held, ...] = ()
         self.before = self.between = Attributes(self._twin)
         self.around = Surroundings((self._twin,))
+
+    def settle_held(self, first: Watch) -> None:
+        """Find the attributes that the ``first`` run left tensors in: later ones may put others there."""
+        self.held = held(self._twin, self.before, first.reads.found)
+
+    def refuse_changes(
+        self, attributes: Attributes, matters: Callable[[str, Any], bool] = lambda path, value: True
+    ) -> None:
+        """Raise ``CaptureError`` where others than those are not what they were, and that ``matters``."""
+        paths = {joined(*each) for each in self.held}
+        refuse_changes(self._name, attributes, lambda path, value: path not in paths and matters(path, value))
 
     def decided_by_values(self, first: Watch) -> str:
         """Where forward does something else once it can see the values of its inputs, "" if nowhere."""
@@ -309,12 +327,12 @@ def _refuse_difference(name: str, rehearsal: _Rehearsal, first: Watch) -> None:
     try:
         second = rehearsal.run()
     except CaptureError:
-        refuse_changes(name, rehearsal.before)  # which is then the reason
+        rehearsal.refuse_changes(rehearsal.before)  # which is then the reason
         raise
-    refuse_changes(name, rehearsal.between)
+    rehearsal.refuse_changes(rehearsal.between)
     refuse_left(name, rehearsal.around)
     if first.differs(second):
-        refuse_changes(name, rehearsal.before)
+        rehearsal.refuse_changes(rehearsal.before)
         if place := second.differs(rehearsal.run()):  # what is cached or compiled in the first run is settled by now
             raise CaptureError(
                 f"{name} does something else each time forward runs (at {place}); what decides that is "

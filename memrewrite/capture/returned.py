@@ -18,7 +18,6 @@ from memrewrite.records.errors import UsageError
 from memrewrite.records.graph_calls import LazyCall
 from memrewrite.runtime.cross_entropy import too_few
 from memrewrite.torch_internals.fake_tensors import FakeTensorMode
-from memrewrite.torch_internals.pytrees import tree_unflatten
 from memrewrite.torch_internals.tracing import module_of
 from memrewrite.workload.step import autocast
 
@@ -54,7 +53,8 @@ def loss_alone(captured: Captured, loss_of: Callable[[Any], Tensor]) -> Captured
     leaves: Any = output.args[0]
     if (place := _place(captured, leaves, loss_of)) is None:
         raise UsageError(_NO_LOSS)
-    dropped = [i for i, leaf in enumerate(leaves) if isinstance(leaf, fx.Node) and i != place]
+    returned = leaves[: captured.results]
+    dropped = [i for i, leaf in enumerate(returned) if isinstance(leaf, fx.Node) and i != place]
     if not dropped:
         return captured
     output.args = (tuple(None if i in dropped else leaf for i, leaf in enumerate(leaves)),)
@@ -84,7 +84,8 @@ def lazily(
     returned = {i: leaf for i, leaf in enumerate(leaves) if isinstance(leaf, fx.Node)}
     for number, leaf in returned.items():
         others = {key for i, other in returned.items() if i != number for key in effects.of[other].outputs}
-        source = _source_of(leaf, effects) if number != place and not effects.of[leaf].outputs & others else None
+        spare = number != place and number < captured.results and not effects.of[leaf].outputs & others
+        source = _source_of(leaf, effects) if spare else None
         if source is not None and (sizes := _sizes(leaf, source, captured.inputs)) is not None:
             calls[number], sources[number] = _call(graph_module, source, leaf, sizes, steps_to), source
     if place is None and all(call.in_rows is None for call in calls.values()):
@@ -219,12 +220,12 @@ def _type(
 
 def _place(captured: Captured, leaves: Sequence[Any], loss_of: Callable[[Any], Tensor]) -> int | None:
     """Which of what the model returns is its loss: where that is one number, this, whatever is done with it."""
-    only = leaves[0].meta.get("val") if len(leaves) == 1 and isinstance(leaves[0], fx.Node) else None
+    only = leaves[0].meta.get("val") if captured.results == 1 and isinstance(leaves[0], fx.Node) else None
     if isinstance(only, Tensor) and only.dim() == 0:
         return 0
     marks = [_like(leaf) for leaf in leaves]
     try:
-        found = loss_of(tree_unflatten(marks, captured.output_tree))
+        found = loss_of(captured.returned(marks))
     except Exception:  # whatever a function says of other numbers than it is for
         return None
     return next((i for i, mark in enumerate(marks) if mark is found), None)

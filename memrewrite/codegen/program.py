@@ -30,6 +30,7 @@ def program(captured: Captured, prefix: str, marks: Marks) -> str:
     types = "\n    types=True," if captured.types else ""
     values = "".join(f"({owner!r}, {name!r}, {text}), " for owner, name, text in captured.assigned)
     sets = f"\n    sets=lambda {', '.join(sizes)}: ({values})," if values else ""
+    holds = f"\n    holds={captured.held!r}," if captured.held else ""
     constants = "\n".join(trees.lines())
     reads = "".join(f"\n        {row!r}," for row in captured.reads)
     look = "".join(f"\n        {each}," for each in captured.looks)
@@ -50,7 +51,7 @@ def program(captured: Captured, prefix: str, marks: Marks) -> str:
     ),
     same=lambda self, then: ({same}
     ),
-    run={prefix}graph,{fits}{planned}{ranges}{promise}{shared}{gradients}{layouts}{types}{sets}{returns}{divided}{tied}
+    run={prefix}graph,{fits}{planned}{ranges}{promise}{shared}{gradients}{layouts}{types}{sets}{holds}{returns}{divided}{tied}
 )
 """
 

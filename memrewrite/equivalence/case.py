@@ -11,6 +11,7 @@ from memrewrite.equivalence.compare import HALF, Comparison
 from memrewrite.equivalence.reference import FusedRandomnessError
 from memrewrite.equivalence.trial import Kept, Key, Record, input_name, on_device, take_step
 from memrewrite.measurement.snapshot import State
+from memrewrite.runtime.differences import joined
 from memrewrite.runtime.dropin import accept, programs
 from memrewrite.runtime.promise import FallbackWarning
 from memrewrite.workload.step import Inputs, Step, autocast, device_type
@@ -63,8 +64,13 @@ class Case:
     @cached_property
     def kept(self) -> Kept:
         """What is compared of a step."""
-        alone = any(program.returns == "loss" for program in programs(self.rewritten).values())
-        return Kept(outputs=not alone, near=self.near, gradients="spent" if self.in_backward else "copied")
+        found = programs(self.rewritten)
+        return Kept(
+            outputs=all(program.returns != "loss" for program in found.values()),
+            near=self.near,
+            gradients="spent" if self.in_backward else "copied",
+            held=tuple((joined(region, path), name) for region in found for path, name in found[region].holds),
+        )
 
     @property
     def rewritten_step(self) -> Step:

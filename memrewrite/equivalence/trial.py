@@ -12,10 +12,11 @@ from torch import Tensor, nn
 
 from memrewrite.equivalence.attention import summing_in_order
 from memrewrite.records.tensor_like import strides_between
+from memrewrite.runtime.differences import joined
 from memrewrite.runtime.lazy_output import made_when_used
 from memrewrite.runtime.promise import FallbackWarning
 from memrewrite.state.random_state import RandomState
-from memrewrite.torch_internals.pytrees import tree_flatten, tree_map
+from memrewrite.torch_internals.pytrees import tree_flatten, tree_leaves, tree_map
 from memrewrite.torch_internals.spread import local_part
 from memrewrite.workload.held import Targets
 from memrewrite.workload.optimizers import own_name
@@ -35,6 +36,7 @@ class Kept:
     ``outputs`` are left out where a model may return its loss alone: logits are most of what it computes. ``gradients``
     are no copies, wherever they lie, of a module that nobody has afterwards, and "spent" where an optimizer has used
     them in one of the models. No gradients are asked for of the inputs numbered in ``idle``, unless they require one.
+    What forward leaves in the attributes ``held``, each the path of a module and a name, counts as output.
     """
 
     outputs: bool = True
@@ -42,6 +44,7 @@ class Kept:
     near: bool = False
     gradients: Literal["copied", "taken", "spent"] = "copied"
     idle: frozenset[int] = frozenset()
+    held: tuple[tuple[str, str], ...] = ()
 
     def copy(self, value: Any) -> Any:
         """A copy of a tensor, dense; of one that is spread, its part here; anything else as it is."""
@@ -108,12 +111,12 @@ def take_step(
     leaves, private = private_inputs(inputs, input_gradients and step.mode == "train", kept.idle)
     if step.mode == "inference":
         with torch.no_grad(), autocast(step.amp, device_type(module, private)):
-            _keep_output(record, private.run(module), kept)
+            _keep_output(record, module, private.run(module), kept)
     else:
         loss_fn = step.loss_fn or default_loss
 
         def observed_loss(output: Any) -> Tensor:
-            _keep_output(record, output, kept)  # before the loss or a later operator can write it in place
+            _keep_output(record, module, output, kept)  # before the loss or a later operator can write it in place
             loss = loss_fn(output)
             sum_in_order(loss)
             return loss
@@ -161,13 +164,17 @@ def private_inputs(inputs: Inputs, gradients: bool, idle: Collection[int]) -> tu
     return leaves, given
 
 
-def _keep_output(record: Record, output: Any, kept: Kept) -> None:
-    if not kept.outputs:
-        return
-    leaves, structure = tree_flatten(_expanded(output))
-    record["output", "structure"] = structure
+def _keep_output(record: Record, module: nn.Module, output: Any, kept: Kept) -> None:
+    if kept.outputs:
+        leaves, record["output", "structure"] = tree_flatten(_expanded(output))
+        _keep_leaves(record, "output", leaves, kept)
+    for path, name in kept.held:
+        _keep_leaves(record, joined(path, name), tree_leaves(getattr(module.get_submodule(path), name)), kept)
+
+
+def _keep_leaves(record: Record, of: str, leaves: list[Any], kept: Kept) -> None:
     for index, leaf in enumerate(leaves):
-        name = "output" if len(leaves) == 1 else f"output[{index}]"
+        name = of if len(leaves) == 1 else f"{of}[{index}]"
         made = leaf.apart() if made_when_used(type(leaf)) else leaf  # its loss may make some rows at a time
         record["output", name] = kept.copy(made)
         if isinstance(leaf, Tensor) and leaf.layout == torch.strided:

@@ -26,6 +26,7 @@ from memrewrite.runtime.operations import AROUND_NODES, IN_GRAPHS
 from memrewrite.runtime.parameters import Parameters
 from memrewrite.runtime.plain_values import as_bytes
 from memrewrite.runtime.promise import Call, Promise
+from memrewrite.runtime.results import result_of
 from memrewrite.runtime.segment import OWN
 from memrewrite.runtime.texts import run_text
 
@@ -57,7 +58,8 @@ class Program:
     it gives outputs that are made when they are read. ``divided`` is the name of a parameter of which this process has
     to have a part alone, "" for none; ``tied`` are names that have to be those of one tensor. ``types``
     says that inputs have to be of their types also where autocast casts them; ``sets`` gives for named sizes and
-    numbers what attributes are set to: the path of a module, a name, a value. ``source`` is the text this came from.
+    numbers what attributes are set to: the path of a module, a name, a value; ``holds`` are those that get tensors,
+    which ``run`` gives beside the result. ``source`` is the text this came from.
     """
 
     names: tuple[str, ...]
@@ -84,6 +86,7 @@ class Program:
     tied: tuple[tuple[str, ...], ...] = ()
     types: bool = False
     sets: Callable[..., tuple[tuple[str, str, Any], ...]] | None = None
+    holds: tuple[tuple[str, str], ...] = ()
     source: str = ""
 
 
@@ -286,7 +289,7 @@ def _subclass(base: type[nn.Module], program: Program, replaced: Forward | None)
             kept.follow(tensors)
             if kept.promise.budget is not None and not torch.compiler.is_compiling():
                 kept.check_call(program, tensors, (self, args, kwargs))
-            return _result_of(program, self, tensors, numbers_of(self, program, args, kwargs))
+            return result_of(program, self, tensors, numbers_of(self, program, args, kwargs))
         reason = reason if tensors is None else "it was captured in eval mode, for calls under torch.no_grad()"
         if reason:
             call = None if torch.compiler.is_compiling() or _changed(self) else (self, args, kwargs)
@@ -320,15 +323,6 @@ def _subclass(base: type[nn.Module], program: Program, replaced: Forward | None)
 
 
 _NOT_OURS = "this object was not made by memrewrite.optimize but by a method of its class"
-
-
-def _result_of(program: Program, module: nn.Module, tensors: list[Tensor], numbers: list[tuple[str, float]]) -> Any:
-    """What the program gives, once it has set what forward sets."""
-    result = program.run(module, *tensors, *(number for _, number in numbers))
-    if program.sets is not None:
-        for path, name, value in program.sets(**{**sizes_in(program, tensors), **dict(numbers)}):
-            setattr(module.get_submodule(path), name, value)
-    return result
 
 
 def of_graphs(kept: Own, base: type[nn.Module], reduced: Reduce) -> dict[str, Any]:

@@ -163,12 +163,6 @@ def buffer_reassigned(self: Any, x: Tensor) -> Tensor:
     return self.linear(x) * self.counter
 
 
-@hazard(r"assigns a new tensor to self\.linear\.cache in forward")
-def cache_in_an_attribute(self: Any, x: Tensor) -> Tensor:
-    self.linear.cache = self.linear(x)
-    return self.linear.cache
-
-
 @hazard(r"assigns a new tensor to self\.history\.0 in forward", lambda m: setattr(m, "history", []))
 def appended_list(self: Any, x: Tensor) -> Tensor:
     self.history.append(self.linear(x))

@@ -240,7 +240,7 @@ class Attends(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         y, weights = self.attention(x, x, x, average_attn_weights=False)
-        self.maps = [weights]
+        self.maps[:] = [weights]
         result: Tensor = self.body(y)
         return result
 
