@@ -196,7 +196,11 @@ def _carried_out(command: str, request: "Request") -> int:
     """The exit code of a command. What it needs is imported as a whole: PyTorch loses an interrupt, or dies of one."""
     with signals.held():
         module = importlib.import_module(f"memrewrite.commands.{command}")
-    return int(module.run(request))
+    try:
+        return int(module.run(request))
+    except SystemExit as error:  # of the target, as in its forward
+        text = f"The target's code ended the process ({error.code}); let it raise an error instead."
+        raise UsageError(text) from error
 
 
 def run(arguments: Sequence[str]) -> int:

@@ -46,8 +46,12 @@ def read(folder: Path) -> dict[str, Any]:
 def _read(folder: Path, file: Path) -> dict[str, Any]:
     try:
         manifest = json.loads(file.read_text(encoding="utf-8"))
-        schema, files = manifest["schema_version"], dict(manifest["files"])
-    except (ValueError, KeyError, TypeError) as error:
+        schema, files, facts = manifest["schema_version"], manifest["files"], manifest.get("torch", {})
+        if not (isinstance(files, dict) and isinstance(facts, dict)):
+            raise TypeError("a table is missing")
+        if not isinstance(facts.get("minimum", ""), str):
+            raise TypeError("a version is text")
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise UsageError(f"{file} is not a manifest as memrewrite writes it; make the artifact again.") from error
     if schema != SCHEMA_VERSION:
         raise UsageError(f"{file} has schema {schema!r}, known is {SCHEMA_VERSION}; use the memrewrite that wrote it.")

@@ -209,8 +209,10 @@ class MeasureRequest(ModelRequest):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        files = {"--plot": self.plot, "--json": self.json_file}
         if self.artifact is not None:
             manifest.find(self.artifact)
+            check_apart(files, None, self.artifact)
         if self.batch_sizes and self.batch_size is not None:
             raise UsageError("Give --batch-size or --batch-sizes, not both.")
         if self.plot is None:
@@ -219,7 +221,7 @@ class MeasureRequest(ModelRequest):
             raise UsageError("--plot draws the peak against the batch size; give --batch-sizes 32,64,128.")
         if self.plot.suffix not in PLOTS:
             raise UsageError(f"{self.plot} cannot be drawn; give a file that ends in {', '.join(PLOTS)}.")
-        check_files({"--plot": self.plot})
+        check_files(files)
         check_apart({"--plot": self.plot}, Source.parse(self.target).file)
 
 
@@ -234,6 +236,7 @@ class VerifyRequest(ModelRequest):
     def __post_init__(self) -> None:
         super().__post_init__()
         manifest.find(self.artifact)
+        check_apart({"--json": self.json_file}, None, self.artifact)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -245,6 +248,7 @@ class ShowRequest(Request):
     def __post_init__(self) -> None:
         super().__post_init__()
         manifest.find(self.artifact)
+        check_apart({"--json": self.json_file}, None, self.artifact)
 
 
 @dataclass(frozen=True, kw_only=True)

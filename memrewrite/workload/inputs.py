@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from memrewrite.records.errors import TargetError, UsageError, first_line
+from memrewrite.records.errors import DoesNotFitError, TargetError, UsageError, first_line
 from memrewrite.workload.input_text import InputText, did_you_mean
 from memrewrite.workload.step import Inputs
 
@@ -100,7 +100,8 @@ def normalise(value: Any, where: str) -> Inputs:
 def with_batch_size(inputs: Inputs, batch_size: int) -> Inputs:
     """Repeat or cut every tensor along dimension 0 whose size there is the inputs' batch size.
 
-    Raises ``UsageError`` when the size is not positive or no tensor has a dimension.
+    Raises ``UsageError`` when the size is not positive or no tensor has a dimension, ``DoesNotFitError`` when there is
+    no memory for it.
     """
     common = inputs.batch_size
     if batch_size < 1 or not common:
@@ -110,11 +111,17 @@ def with_batch_size(inputs: Inputs, batch_size: int) -> Inputs:
 
     def resize(leaf: Tensor) -> Tensor:
         copies = -(-batch_size // common)
+        leaf.new_empty((copies * common, *leaf.shape[1:]))  # fails at once, where a list of as many would fill memory
         # The clone gives the result a storage of its own size: a slice would keep the longer one alive.
         resized = torch.cat([leaf.detach()] * copies)[:batch_size].clone()
         return resized.requires_grad_(leaf.requires_grad)
 
-    return inputs.changed_in_batch(resize)
+    try:
+        return inputs.changed_in_batch(resize)
+    except (RuntimeError, MemoryError, TypeError) as error:  # TypeError: the size is above 64 bits
+        raise DoesNotFitError(
+            f"Inputs of batch size {batch_size} cannot be made here: {first_line(error)}; give a smaller one."
+        ) from error
 
 
 def to_device(inputs: Inputs, device: torch.device) -> Inputs:

@@ -174,9 +174,10 @@ def _import_module(source: Source) -> ModuleType:
 
 
 def _module_file(name: str) -> str | None:
+    """The file of a module, None where it has none or looking for it, which imports its package, fails as it will."""
     try:
         spec = importlib.util.find_spec(name)
-    except (ImportError, ValueError, AttributeError):
+    except (Exception, SystemExit):
         return None
     return spec.origin if spec else None
 

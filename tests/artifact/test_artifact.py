@@ -293,8 +293,8 @@ def link(place: Path) -> None:
     file.symlink_to(place / "elsewhere.json")
 
 
-def break_json(place: Path) -> None:
-    (place / "out" / "manifest.json").write_text("{")
+def break_json(place: Path, text: str = "{") -> None:
+    (place / "out" / "manifest.json").write_text(text)
 
 
 def name_file(name: str) -> Callable[[Path], None]:
@@ -309,6 +309,10 @@ BAD_FOLDERS: dict[str, tuple[Callable[[Path], None], str]] = {
     "no-schema": (lambda place: forge(place, schema_version=None), "not a manifest"),
     "schema": (lambda place: forge(place, schema_version=99), "has schema 99, known is 1"),
     "files-a-number": (lambda place: forge(place, files=3), "not a manifest"),
+    "files-a-list": (lambda place: forge(place, files=[[1, "x"]]), "not a manifest"),
+    "torch-text": (lambda place: forge(place, torch="2.11"), "not a manifest"),
+    "torch-a-number": (lambda place: forge(place, torch={"minimum": 2.11}), "not a manifest"),
+    "json-too-deep": (lambda place: break_json(place, "[" * 100_000), "not a manifest"),
     "no-model": (lambda place: forge(place, files={}), "names no memrewrite_model.py"),
     "absolute": (name_file("/etc/passwd"), "'/etc/passwd', which is not a plain file name"),
     "traversal": (name_file("../artifact_net.py"), "'../artifact_net.py', which is not a plain file name"),

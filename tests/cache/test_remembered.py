@@ -251,7 +251,6 @@ OTHER_REQUESTS: dict[str, dict[str, Any]] = {
     "passes": {"passes": ["checkpoint_segments"]},
     "exact": {"exact": True},
     "seed": {"seed": 1},
-    "verify": {"verify": False},
     "loss": {"loss_fn": lambda output: output.float().square().sum()},
     "device": {"device": "cuda"},
 }
@@ -356,6 +355,33 @@ def test_a_step_that_differs_is_a_miss(
     result = optimize(swishes(), torch.randn(32, 16), budget=None)
     assert not found(result)
     assert result.report.equivalent
+
+
+class Hidden(nn.Module):
+    """Multiplies by a number whose name no code spells."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(16, 16), nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = F.gelu(self.first(x)) * globals()["gain".upper()]
+        return F.gelu(self.second(hidden))
+
+
+GAIN = 2.0
+
+
+@pytest.mark.parametrize("verify", [True, False])
+def test_what_the_key_misses_is_no_wrong_number_without_a_proof_either(
+    verify: bool, optimize: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x, model = torch.randn(64, 16), Hidden()
+    assert optimize(model, x, verify=verify).report.changed
+    monkeypatch.setitem(globals(), "GAIN", 3.0)
+    result = optimize(model, x, verify=verify)
+    assert torch.equal(result(x), model(x))
+    assert any("not kept for the next start" in note for note in result.report.notes) is not verify
 
 
 def test_an_entry_that_lacks_something_is_a_miss(

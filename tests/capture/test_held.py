@@ -188,11 +188,11 @@ def test_a_program_that_returns_its_loss_alone_leaves_them() -> None:
 
 def test_numbers_vary_beside_them() -> None:
     class Scaled(Net):
-        def forward(self, x: Tensor, scale: float) -> Tensor:
+        def forward(self, x: Tensor, scale: float = 1.0) -> Tensor:
             return super().forward(x) * scale
 
-    plain = Scaled(mean)
-    planned = memrewrite.optimize(copy.deepcopy(plain), (example(), 0.5), budget="min", exact=True)
+    plain: Any = Scaled(mean)
+    planned: Any = memrewrite.optimize(copy.deepcopy(plain), (example(), 0.5), budget="min", exact=True)
     for scale in (0.5, 0.7):
         x = example()
         assert torch.equal(plain(x, scale), planned(x, scale))

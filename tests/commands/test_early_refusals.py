@@ -94,6 +94,17 @@ EARLY: dict[str, tuple[list[str], str]] = {
     "timeout of weeks": (["measure", "good.py", "--timeout", "1e7"], "1e+07 is not a number of seconds"),
     "no timeout": (["verify", ".", "good.py", "--timeout", "nan"], "nan is not a number of seconds above 0"),
     "no cache": (["optimize", "good.py", "--cache", ""], "The cache '' is no folder; give its path"),
+    "one file for plot and JSON": (
+        ["measure", "good.py", "--batch-sizes", "1,2", "--plot", "a.png", "--json", "a.png"],
+        "--plot and --json are both a.png; name",
+    ),
+    "JSON in what is shown": (["show", "art", "--json", "art/report.json"], "art/report.json would lie in art"),
+    "JSON in what is verified": (["verify", "art", "good.py", "--json", "art/manifest.json"], "elsewhere for --json"),
+    "JSON in what is measured": (["measure", "good.py", "--artifact", "art", "--json", "art/a"], "would lie in art"),
+    "plot in what is measured": (
+        ["measure", "good.py", "--artifact", "art", "--batch-sizes", "1,2", "--plot", "art/a.png"],
+        "elsewhere for --plot",
+    ),
     "artifact": (["show", "nothing"], "is no artifact of memrewrite"),
     "artifact to verify": (["verify", ".", "good.py"], "is no artifact of memrewrite"),
     "artifact to measure": (["measure", "good.py", "--artifact", "."], "is no artifact of memrewrite"),
@@ -112,6 +123,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_a_wrong_option_needs_no_torch(name: str, folder: Path) -> None:
     arguments, sentence = EARLY[name]
     (folder / "folder.py").mkdir()
+    (folder / "art").mkdir()
+    (folder / "art" / "manifest.json").write_text("{}")
     (folder / "good.svg.py").symlink_to("good.svg")
     (folder / "good.svg").write_text(GOOD)
     ran = subprocess.run([sys.executable, "-c", ALONE, *arguments], capture_output=True, text=True)

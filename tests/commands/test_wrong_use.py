@@ -148,6 +148,16 @@ def test_out_of_memory_is_5(capsys: pytest.CaptureFixture[str], monkeypatch: pyt
     assert "memrewrite: The device ran out of memory: no more" in capsys.readouterr().err
 
 
+def test_a_forward_that_exits_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "exiting.py"
+    file.write_text(
+        "import sys\nimport torch\n\nclass Net(torch.nn.Linear):\n    def forward(self, x):\n        sys.exit(0)\n\n"
+        "model, example_inputs = Net(2, 2), torch.ones(2, 2)\n"
+    )
+    assert cli.run(["estimate", str(file)]) == 2
+    assert "The target's code ended the process (0); let it raise" in capsys.readouterr().err
+
+
 def test_an_interrupt_in_the_middle_is_130(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     from memrewrite.optimizing import remembered as optimizing
 

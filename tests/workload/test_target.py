@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from memrewrite.process.child import environment
-from memrewrite.records.errors import MemrewriteError, TargetError, UsageError
+from memrewrite.records.errors import DoesNotFitError, MemrewriteError, TargetError, UsageError
 from memrewrite.simulate.fake.batch import at_batch, part_of
 from memrewrite.workload.inputs import RandomInput, from_texts, normalise, suggestion, to_device, with_batch_size
 from memrewrite.workload.step import Inputs
@@ -363,6 +363,27 @@ def test_a_tensor_that_is_given_twice_stays_one(change: Callable[[Inputs], Input
 def test_no_batch_to_set(inputs: Inputs, size: int) -> None:
     with pytest.raises(UsageError, match="Batch size"):
         with_batch_size(inputs, size)
+
+
+@pytest.mark.parametrize("size", [10**11, 10**13, 10**20])
+def test_a_batch_that_no_memory_holds_does_not_fit(size: int) -> None:
+    with pytest.raises(DoesNotFitError, match=f"Inputs of batch size {size} cannot be made here: .*; give a smaller"):
+        with_batch_size(Inputs((torch.ones(4, 2),), {}), size)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [("raise RuntimeError('of no use')", "RuntimeError: of no use"), ("raise SystemExit(3)", "SystemExit: 3")],
+)
+def test_a_package_that_fails_when_it_is_imported(
+    text: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "broken_package").mkdir()
+    (tmp_path / "broken_package" / "__init__.py").write_text(text)
+    (tmp_path / "broken_package" / "inside.py").write_text("model = None")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(TargetError, match=f"importing it raised {said}"):
+        load("broken_package.inside:model")
 
 
 class _Tokens(nn.Module):
