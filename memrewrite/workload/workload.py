@@ -188,14 +188,16 @@ def on_meta(inputs: Inputs, *models: nn.Module) -> str:
 
 def refuse_laid_out(inputs: Inputs, model: nn.Module) -> None:
     """Raise ``UsageError`` for sparse and nested tensors that are given: nothing tells what a step on them takes."""
-    named = [*model.named_parameters(), *model.named_buffers(), *(("An input", tensor) for tensor in inputs.tensors())]
+    buffers = dict(model.named_buffers())
+    named = [*model.named_parameters(), *buffers.items(), *(("An input", tensor) for tensor in inputs.tensors())]
     for name, tensor in named:
         if is_sparse_or_nested(tensor):
             kind = "nested" if tensor.is_nested else "sparse"
+            dense = f"set model.{name} = model.{name}.to_dense() where forward does not need it so, or "
             raise UsageError(
                 f"{name} is a {kind} tensor ({tensor.layout}), whose memory nothing tells before a step has run; "
-                "compute with the tensors that it is made of, by index_select and index_add say, or call "
-                "memrewrite.measure."
+                f"{dense if name in buffers and kind == 'sparse' else ''}compute with the tensors that it is made of, "
+                "by index_select and index_add say, or call memrewrite.measure."
             )
 
 
